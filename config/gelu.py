@@ -1,0 +1,3 @@
+# gelu(x W1) W2, erf form (Hendrycks & Gimpel 2016)
+#   python train.py config/gelu.py
+ffn = 'gelu'

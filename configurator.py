@@ -1,0 +1,229 @@
+"""
+Config files and the command line -> one validated, typed, frozen config.
+
+    python train.py config/gpt2_124m.py config/swiglu.py --seed=2 --n_layer=6
+
+Files and flags apply from left to right, and both go through the same validator. A script's settings are the fields of
+its frozen dataclass: name, type, default, and one line of help in the comment behind it. A config file is data: lines of
+`name = value`, where a value is a literal, arithmetic, or an earlier name. It is parsed, never executed.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import os
+import re
+import sys
+import typing
+import warnings
+
+
+class UserError(Exception):
+    """ What the user did wrong, in one sentence that names the key or file, the value and the way out. """
+
+
+# nanoGPT's names that mean something else here, or nothing
+HINTS = {
+    'always_save_checkpoint': "checkpoint_interval says when to save; the best so far is kept as best.pt",
+    'backend': "it follows from the device: nccl on CUDA, gloo elsewhere",
+    'decay_lr': "use schedule='constant' for a constant learning rate",
+    'eval_iters': "use eval_tokens, the number of validation tokens per evaluation (0 = the whole split)",
+    'gradient_accumulation_steps': "batch_size counts all sequences of one optimizer step; micro_batch_size only cuts it up",
+    'min_lr_ratio': "use min_lr, a learning rate",
+    'wandb_log': "use wandb='auto', 'online', 'offline' or 'disabled'",
+    'wandb_run_name': "use wandb_name",
+    'activation': "use ffn",
+    'intermediate_width': "use intermediate_size",
+}
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
+TRUE, FALSE = ('true', 'yes', 'on', '1'), ('false', 'no', 'off', '0')
+
+
+def configure(config_class, argv=None, doc=''):
+    """
+    The config_class that the command line asks for; what a script calls first.
+    `--help` prints every setting and exits 0, a mistake prints one `error: ...` line and exits 2.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if any(arg in ('-h', '--help') for arg in argv):
+        print(help_text(config_class, doc))
+        sys.exit(0)
+    try:
+        return parse(config_class, argv)
+    except UserError as e:
+        die(e)
+
+
+def die(error):
+    """ Print `error: ...` (once per machine under torchrun) and exit 2. """
+    if os.environ.get('LOCAL_RANK', '0') == '0':
+        print(f'error: {error}', file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def parse(config_class, argv):
+    """ argv -> an instance of the frozen dataclass config_class. Raises UserError, and nothing else. """
+    fields = typing.get_type_hints(config_class)
+    values = {field.name: field.default for field in dataclasses.fields(config_class)}
+    args = list(argv)
+    while args:
+        arg = args.pop(0)
+        if not arg.startswith('-'):
+            values.update(read_config_file(arg, fields, values))
+            continue
+        flag, equals, text = arg.partition('=')  # only the first '=': --start=a=b is the text a=b
+        key = flag.removeprefix('--').replace('-', '_')
+        if not flag.startswith('--') or not key:
+            raise UserError(f"{arg!r} is neither a config file nor --key=value (two dashes, as in --max_iters=10)")
+        if not equals:
+            if key not in fields and True in choices(fields.get(key.removeprefix('no_'))):
+                key, text = key.removeprefix('no_'), 'false'  # --no-compile
+            elif True in choices(fields.get(key)) and not (args and args[0].lower() in (*TRUE, *FALSE, *choices(fields[key]))):
+                text = 'true'  # a bare --compile
+            elif args and not args[0].startswith('--'):
+                text = args.pop(0)  # --key VALUE
+            else:
+                known(key, fields, flag)
+                raise UserError(f"{flag} needs a value: {flag}=VALUE")
+        known(key, fields, flag)
+        values[key] = convert(key, text, fields[key], flag, is_text=True)
+    return config_class(**values)
+
+
+def read_config_file(path, fields, values):
+    """ {key: value} of a config file, every key and value checked. Nothing in the file is executed. """
+    if not os.path.isfile(path):
+        raise UserError(f"no config file {path!r}" + ("" if path.endswith('.py') else "; settings are written --key=value"))
+    try:
+        with open(path, encoding='utf-8-sig') as file, warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # SyntaxWarnings about the file would print as ours
+            lines = ast.parse(file.read(), path).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise UserError(f"cannot read {path}: {str(e) or type(e).__name__}") from None
+    names, out = dict(values), {}
+    for line in lines:
+        where = f'{path}:{line.lineno}'
+        if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
+            continue  # a docstring
+        if not (isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name)):
+            raise UserError(f"{where}: a config file holds only `name = value` lines and comments; this is data, not a program")
+        key = line.targets[0].id
+        known(key, fields, where)
+        try:
+            value = evaluate(line.value, names, where)
+        except RecursionError:
+            raise UserError(f"{where}: {key} is nested too deeply") from None
+        names[key] = out[key] = convert(key, value, fields[key], where)
+    return out
+
+
+def evaluate(node, names, where):
+    """ The value of a literal, of arithmetic on numbers, or of an earlier name. """
+    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
+        return node.value
+    if isinstance(node, ast.Name):
+        if node.id in names:
+            return names[node.id]
+        raise UserError(f"{where}: {node.id!r} is not the name of a setting" + (" (text needs quotes)" if node.id.islower() else ""))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = evaluate(node.operand, names, where)
+        if is_number(value):
+            return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = evaluate(node.left, names, where), evaluate(node.right, names, where)
+        if is_number(left) and is_number(right):
+            # powers are bounded before they are computed: 9**9**9 would take all memory
+            if isinstance(node.op, ast.Pow) and (abs(right) > 64 or abs(left) > 1e6):
+                raise UserError(f"{where}: power too large")
+            try:
+                value = OPERATORS[type(node.op)](left, right)
+            except ArithmeticError as e:
+                raise UserError(f"{where}: {e}") from None
+            if is_number(value) and abs(value) < 2**63:
+                return value
+            raise UserError(f"{where}: number out of range")
+    raise UserError(f"{where}: only text, numbers, True, False, arithmetic and earlier names are allowed")
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def choices(kind):
+    """ The allowed values of a Literal or a bool, else (). """
+    return (True, False) if kind is bool else typing.get_args(kind)
+
+
+def known(key, fields, where):
+    """ Raise unless key is a setting, with nanoGPT's name explained or the nearest name offered. """
+    if key in fields:
+        return
+    near = difflib.get_close_matches(key.lower(), fields, n=1)
+    hint = HINTS.get(key) or (f"did you mean {near[0]!r}?" if near else "--help lists them")
+    raise UserError(f"{where}: there is no setting {key[:60]!r}; {hint}")
+
+
+def convert(key, value, kind, where, is_text=False):
+    """
+    value as the type of setting `key`, or a UserError naming where, value and what is allowed.
+    is_text: value comes from the command line, where everything is text. An int will do for a float, 1e3 for an int.
+    """
+    allowed = choices(kind)
+    if allowed:
+        if is_text and value not in allowed and value.lower() in TRUE + FALSE:
+            value = value.lower() in TRUE
+        if any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+            return value
+        near = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in allowed], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{where}: {key} = {shown(value)}; {hint}allowed: {', '.join(str(choice) for choice in allowed)}")
+    if kind is str:
+        if isinstance(value, str) and '\0' not in value:
+            return value
+        raise UserError(f"{where}: {key} must be text, not {shown(value)}")
+    number = value
+    if is_text:
+        try:
+            number = int(value)  # also 1_000
+        except ValueError:
+            try:
+                number = float(value)
+            except ValueError:
+                number = None
+    if is_number(number) and abs(number) < (2**63 if kind is int else math.inf):  # false for nan
+        if kind is float:
+            return float(number)
+        if number == int(number):
+            return int(number)
+    raise UserError(f"{where}: {key} must be {'a whole number' if kind is int else 'a finite number'}, not {shown(value)}")
+
+
+def shown(value):
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + '...'
+
+
+def require(config, condition, key, allowed):
+    """ Used by the dataclasses themselves: raise unless condition, naming the key, its value and what is allowed. """
+    if not condition:
+        raise UserError(f"{key} = {shown(getattr(config, key))}: must be {allowed}")
+
+
+def help_text(config_class, doc):
+    """ The script's docstring, then every setting with its default and its comment, in the order of the source. """
+    lines = [doc.strip(), '', 'settings (--key=value, or key = value in a config file):'] if doc else []
+    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
+    described = {}
+    for cls in reversed([cls for cls in config_class.__mro__ if dataclasses.is_dataclass(cls)]):
+        for line in inspect.getsource(cls).splitlines():
+            if match := re.match(r'\s+(\w+): .*?# (.*)', line):
+                described[match[1]] = match[2]
+    for key, default in fields.items():
+        default = str(default).replace('\n', '\\n')
+        lines.append(f"  --{key + '=' + default:<34} {described.get(key, '')}")
+    return '\n'.join(lines)

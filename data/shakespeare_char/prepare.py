@@ -1,0 +1,70 @@
+"""
+Tiny Shakespeare by character, with nanoGPT's split: 65 characters, 1,003,854 train and 111,540 val tokens.
+
+    python data/shakespeare_char/prepare.py                     # downloads the text, 1.1 MB
+    python data/shakespeare_char/prepare.py --input=FILE        # from a copy that is already there
+"""
+
+import hashlib
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from configurator import UserError, configure, die  # noqa: E402
+from data.tokenizers import Char  # noqa: E402
+from data.writer import replacing, write_dataset  # noqa: E402
+
+URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    input: str = ''  # a copy of the text ('' = download it)
+
+
+def read_text(path, download):
+    """ the text's bytes, whose hash is checked before anything is made of them """
+    if download:
+        try:
+            with urllib.request.urlopen(URL, timeout=30) as response:
+                text = response.read()
+        except OSError as e:
+            raise UserError(f"could not download {URL} ({e}); get it elsewhere and pass --input=FILE") from None
+        if hashlib.sha256(text).hexdigest() != SHA256:
+            raise UserError(f"{URL} answered with something else than Tiny Shakespeare; get the text elsewhere and pass --input=FILE")
+        with replacing(path) as file:
+            file.write(text)
+    try:
+        text = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
+    if not text:
+        raise UserError(f"{path} is empty")
+    if hashlib.sha256(text).hexdigest() != SHA256:
+        raise UserError(f"{path} is not the Tiny Shakespeare of char-rnn (its sha256 differs)")
+    return text.decode()
+
+
+def main():
+    config = configure(PrepareConfig, doc=__doc__)
+    folder = Path(__file__).resolve().parent
+    path = Path(config.input) if config.input else folder / 'input.txt'
+    text = read_text(path, download=not config.input and not path.exists())
+    tokenizer = Char(''.join(sorted(set(text))))
+    cut = int(len(text) * 0.9)  # by characters, as nanoGPT
+    splits = {split: [(np.array(tokenizer.encode(part), np.uint32), len(part.encode()))]
+              for split, part in (('train', text[:cut]), ('val', text[cut:]))}
+    write_dataset(folder, splits, {'name': 'char', 'chars': tokenizer.chars}, tokenizer.vocab_size,
+                  {'text': URL, 'sha256': SHA256})
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except (UserError, OSError) as e:
+        die(e)

@@ -1,0 +1,125 @@
+"""
+The machine a script runs on: which device and precision, what it can do at most, and what run.json says about it.
+"""
+
+import ctypes
+import os
+import platform
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import numpy
+import torch
+
+from configurator import UserError
+
+# dense peak FLOP/s by (part of the GPU's name, type), from the data sheets; a GPU that is not here has no MFU
+PEAK_FLOPS = {
+    ('H200', 'bfloat16'): 989e12, ('H200', 'float16'): 989e12, ('H200', 'float32'): 494e12,
+    ('H100 PCIe', 'bfloat16'): 756e12, ('H100 PCIe', 'float16'): 756e12, ('H100 PCIe', 'float32'): 378e12,
+    ('H100 NVL', 'bfloat16'): 835e12, ('H100 NVL', 'float16'): 835e12, ('H100 NVL', 'float32'): 417e12,
+    ('H100', 'bfloat16'): 989e12, ('H100', 'float16'): 989e12, ('H100', 'float32'): 494e12,
+    ('A100', 'bfloat16'): 312e12, ('A100', 'float16'): 312e12, ('A100', 'float32'): 156e12,
+    ('L40S', 'bfloat16'): 362e12, ('L40S', 'float16'): 362e12, ('L40S', 'float32'): 183e12,
+    ('L4', 'bfloat16'): 121e12, ('L4', 'float16'): 121e12, ('L4', 'float32'): 60e12,
+    ('RTX 4090', 'bfloat16'): 165e12, ('RTX 4090', 'float16'): 165e12, ('RTX 4090', 'float32'): 82.6e12,
+    ('RTX 3090', 'bfloat16'): 71e12, ('RTX 3090', 'float16'): 71e12, ('RTX 3090', 'float32'): 35.6e12,
+    ('V100', 'float16'): 125e12, ('V100', 'float32'): 15.7e12,
+    ('T4', 'float16'): 65e12, ('T4', 'float32'): 8.1e12,
+}
+
+# nothing else of the environment is written down: it may hold keys and tokens
+ENVIRONMENT = ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'SLURM_JOB_ID',
+               'TORCHELASTIC_RESTART_COUNT', 'CUBLAS_WORKSPACE_CONFIG', 'PYTORCH_CUDA_ALLOC_CONF')
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def choose_device(device='auto', dtype='auto', local_rank=0):
+    """
+    -> (torch.device, torch.dtype): what exists, unless asked for by name; a UserError when what was asked for does not exist.
+    auto is CUDA, then Apple's MPS, then the CPU; bfloat16 on GPUs that have it, float16 on older ones, else float32.
+    """
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device = {device!r}: must be auto, cpu, cuda, cuda:N or mps") from None
+    if device.type not in ('cpu', 'cuda', 'mps'):
+        raise UserError(f"device = {str(device)!r}: must be auto, cpu, cuda, cuda:N or mps")
+    if device.type == 'mps' and not torch.backends.mps.is_available():
+        raise UserError("device = 'mps': not available on this machine; use --device=cpu")
+    if device.type == 'cuda':
+        device = torch.device('cuda', local_rank if device.index is None else device.index)
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices; "
+                            "use --device=cpu or fewer processes")
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision('high')  # TF32
+    bf16 = device.type == 'cpu' or device.type == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == 'auto':
+        dtype = 'float32' if device.type != 'cuda' else 'bfloat16' if bf16 else 'float16'
+    if dtype == 'bfloat16' and not bf16:
+        raise UserError(f"dtype = 'bfloat16': {device} has no bfloat16; use --dtype=float16 or float32")
+    if device.type == 'cpu':
+        keep_freed_memory()
+    return device, getattr(torch, dtype)
+
+
+def keep_freed_memory():
+    """
+    Tell glibc to keep what is freed: otherwise each large tensor goes back to the system and is faulted in again page by page,
+    which takes a fifth of a training step on a CPU.
+    """
+    if sys.platform == 'linux':
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, 'mallopt'):
+            libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def autocast(device, dtype):
+    """ the context in which models run: mixed precision with float32 weights, or nothing for float32 """
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def peak_flops(device_name, dtype):
+    """ peak FLOP/s of a GPU by name and torch dtype (float32 runs as TF32 where there is TF32), or None where it is not known """
+    words = device_name.replace('-', ' ').split()
+    for (name, kind), peak in PEAK_FLOPS.items():
+        if 'Laptop' not in words and kind == str(dtype).removeprefix('torch.') and all(word in words for word in name.split()):
+            return peak
+    return None
+
+
+def git_state():
+    """ the checkout's commit, with '+' for uncommitted changes; None outside a checkout """
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        commit, status = (subprocess.run(['git', *command], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+                          for command in (['rev-parse', 'HEAD'], ['status', '--porcelain']))
+        return commit + ('+' if status else '')
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def describe_machine(device, world_size):
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.processor() or platform.machine()
+    return {'device': str(device), 'device_name': name, 'world_size': world_size, 'host': socket.gethostname(), 'argv': sys.argv,
+            'git': git_state(), 'environment': {key: os.environ[key] for key in ENVIRONMENT if key in os.environ},
+            'versions': {'python': platform.python_version(), 'torch': str(torch.__version__), 'numpy': numpy.__version__}}
+
+
+def peak_memory(device):
+    """ bytes: of the GPU where there is one, else of the process; None where the system does not say """
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)

@@ -1,0 +1,91 @@
+"""
+How weights move: the learning rate of each step, Muon, and which parameter is whose.
+"""
+
+import math
+
+import torch
+
+from model import split_parts
+
+
+def learning_rate(it, config):
+    """ of update number `it` (from 0): linear warm-up, then the schedule, then min_lr """
+    end = config.lr_decay_iters or config.max_iters
+    warmup = min(config.warmup_iters, end)
+    if it < warmup:
+        return config.learning_rate * (it + 1) / (warmup + 1)
+    if config.schedule == 'constant' or it == warmup:
+        return config.learning_rate
+    if it >= end:
+        return config.min_lr
+    if config.schedule == 'cosine':
+        height = 0.5 * (1 + math.cos(math.pi * (it - warmup) / (end - warmup)))
+    else:
+        start = max(warmup, end - round(config.decay_fraction * end))  # where wsd begins to fall
+        height = 1.0 if it <= start else (end - it) / (end - start)
+    return config.min_lr + height * (config.learning_rate - config.min_lr)
+
+
+def configure_optimizers(model, config, device):
+    """ -> list of optimizers: Muon for the blocks' matrices (if asked), AdamW for the rest; decay on matrices only """
+    named = list(model.named_parameters())
+    is_muon = {name: config.optimizer == 'muon' and name.startswith('h.') and p.dim() == 2 for name, p in named}
+    groups = [{'params': [p for name, p in named if p.dim() >= 2 and not is_muon[name]], 'weight_decay': config.weight_decay},
+              {'params': [p for name, p in named if p.dim() < 2], 'weight_decay': 0.0}]
+    optimizers = [torch.optim.AdamW([group for group in groups if group['params']], lr=config.learning_rate,
+                                    betas=(config.beta1, config.beta2), fused=device.type in ('cpu', 'cuda'))]
+    if config.optimizer == 'muon':
+        rows = [[part.size(0) for _, part in split_parts(name, p, config)] for name, p in named if is_muon[name]]
+        optimizers.append(Muon([p for name, p in named if is_muon[name]], rows, lr=config.learning_rate,
+                               weight_decay=config.weight_decay, momentum=config.muon_momentum))
+    return optimizers
+
+
+def orthogonalize(m, steps=5):
+    """ m (parts, rows, columns) -> nearly orthogonal matrices of the same singular vectors, by a quintic Newton-Schulz iteration """
+    transposed = m.size(-2) > m.size(-1)
+    x = m.mT if transposed else m
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values at most 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if transposed else x
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, for the matrices of the blocks. The update is that of
+    torch.optim.Muon with adjust_lr_fn='match_rms_adamw' (a test holds the two together). Why not that one: it iterates in bfloat16
+    alone, 170 ms for one 512 x 192 matrix on a CPU that has none in hardware (float32: 3 ms); it goes through the matrices one
+    by one; and it would orthogonalize the parts of a fused matrix together.
+
+    params: matrices. rows: for each the row counts of the parts that are orthogonalized apart.
+    The step of a part is lr * 0.2 * sqrt(larger side) * orthogonalize(Nesterov momentum), which has the root mean square of an
+    AdamW step (Moonshot 2025, arXiv 2502.16982), so that both optimizers share learning rate and weight decay.
+    """
+
+    def __init__(self, params, rows, lr, weight_decay, momentum):
+        super().__init__([{'params': params, 'rows': rows}], {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            parts = {}  # shape -> [(weights, update)]: parts of one shape are one batched product
+            for p, rows in zip(group['params'], group['rows'], strict=True):
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state['momentum_buffer'] = torch.zeros_like(p)
+                average = state['momentum_buffer'].lerp_(p.grad, 1 - group['momentum'])
+                update = p.grad.lerp(average, group['momentum'])
+                for weights, part in zip(p.split(rows), update.split(rows), strict=True):
+                    parts.setdefault(weights.shape, []).append((weights, part))
+            for shape, pairs in parts.items():
+                stacked = torch.stack([update for _, update in pairs])  # (parts, rows, columns)
+                # bfloat16 is enough for the iteration, and fast where there is hardware for it
+                updates = orthogonalize(stacked.bfloat16() if stacked.is_cuda else stacked)
+                for (weights, _), update in zip(pairs, updates, strict=True):
+                    weights.mul_(1 - group['lr'] * group['weight_decay'])
+                    weights.add_(update, alpha=-group['lr'] * 0.2 * math.sqrt(max(shape)))

@@ -1,0 +1,49 @@
+""" What only a GPU can show: python -m pytest tests/gpu """
+
+import pytest
+import torch
+from conftest import TINY, metrics
+
+import checkpoint
+from machine import peak_flops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture
+def args(tiny_data):
+    return [*TINY, f'--dataset={tiny_data}', '--device=cuda', '--n_embd=96', '--batch_size=16', '--max_iters=30']
+
+
+def test_compiled_bfloat16_is_the_cpus_float32(script, args, tmp_path):
+    out = script('train.py', *args, '--out_dir=gpu').out
+    assert 'bfloat16, compiled' in out or 'float16, compiled' in out
+    script('train.py', *args, '--out_dir=eager', '--compile=False', '--dtype=float32')
+    script('train.py', *args, '--out_dir=cpu', '--device=cpu')
+    for key in ('train/loss', 'val/loss'):
+        gpu, eager, cpu = (metrics(tmp_path / name, key) for name in ('gpu', 'eager', 'cpu'))
+        assert all(eager[it] == pytest.approx(cpu[it], abs=0.01) and gpu[it] == pytest.approx(cpu[it], abs=0.05) for it in cpu)
+    known = peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
+    assert all((mfu is None) == (known is None) for mfu in metrics(tmp_path / 'gpu', 'mfu').values())
+
+
+def test_float16_resumes_with_its_loss_scale(script, args, tmp_path):
+    script('train.py', *args, '--dtype=float16', '--compile=False', '--lr_decay_iters=30', '--out_dir=straight')
+    script('train.py', *args, '--dtype=float16', '--compile=False', '--lr_decay_iters=30', '--out_dir=halves', '--max_iters=15')
+    script('train.py', *args, '--dtype=float16', '--compile=False', '--lr_decay_iters=30', '--out_dir=halves', '--init_from=resume')
+    a, b = (checkpoint.load(checkpoint.paths(tmp_path / name)[-1]) for name in ('straight', 'halves'))
+    assert a['scaler'] == b['scaler'] and a['scaler']['scale'] > 1
+    assert metrics(tmp_path / 'straight', 'val/loss')[30] == pytest.approx(metrics(tmp_path / 'halves', 'val/loss')[30], abs=0.01)
+
+
+def test_checkpoints_and_samples_move_between_devices(script, args, tmp_path):
+    script('train.py', *args)
+    greedy = ['--temperature=0', '--max_new_tokens=20', '--dtype=float32', '--start=def ']
+    assert script('sample.py', *greedy, '--device=cuda').out == script('sample.py', *greedy, '--device=cpu').out
+    assert script('sample.py', '--max_new_tokens=50').out
+    assert 'continued from iter 30' in script('train.py', *args, '--max_iters=32', '--device=cpu').out
+
+
+def test_out_of_memory_is_one_line(script, args):
+    result = script('train.py', *args, '--batch_size=1048576', '--micro_batch_size=1048576', '--compile=False', ok=False)
+    assert result.rc == 2 and 'error: out of memory; set a smaller --micro_batch_size' in result.err

@@ -1,0 +1,161 @@
+import multiprocessing
+import os
+import pickle
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import changed_settings, load, load_latest, lock, open_run, paths, save
+from configurator import UserError
+
+
+def state(it, **config):
+    return {'model': {'w': torch.full((3, 4), float(it))}, 'iter': it, 'config': {'n_embd': 4, 'max_iters': 10, **config}}
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+    for it, is_best in ((1, True), (2, True), (3, False), (4, False)):
+        save(tmp_path, state(it), keep=2, is_best=is_best)
+    assert [os.path.basename(path) for path in paths(tmp_path)] == ['ckpt_00000003.pt', 'ckpt_00000004.pt']
+    assert load(tmp_path / 'best.pt')['iter'] == 2
+    assert load_latest(tmp_path)[1]['iter'] == 4
+    assert sorted(os.listdir(tmp_path)) == ['best.pt', 'ckpt_00000003.pt', 'ckpt_00000004.pt']
+
+
+def test_every_flipped_or_missing_byte_is_noticed(tmp_path):
+    save(tmp_path, state(1), keep=2)
+    save(tmp_path, state(2), keep=2)
+    path = paths(tmp_path)[-1]
+    with open(path, 'rb') as file:
+        whole = file.read()
+    good, noticed = load(path), 0
+    for i in range(0, len(whole), 7):
+        for damaged in (whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1:], whole[:i]):
+            with open(path, 'wb') as file:
+                file.write(damaged)
+            said = []
+            _, got = load_latest(tmp_path, said.append)
+            if got['iter'] == 1:
+                noticed += 1
+                assert len(said) == 1 and 'ckpt_00000002.pt' in said[0]
+            else:  # a byte that carries nothing
+                assert torch.equal(got['model']['w'], good['model']['w']) and got['config'] == good['config']
+    assert noticed > len(whole) / 7
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f'touch {self.path}',)
+
+
+@pytest.mark.parametrize('as_zip', [False, True])
+def test_a_pickle_is_refused_and_not_run(tmp_path, monkeypatch, as_zip):
+    monkeypatch.setenv('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', '1')
+    payload, path = Evil(tmp_path / 'pwned'), tmp_path / 'ckpt_00000001.pt'
+    if as_zip:
+        torch.save({'model': payload, 'config': {}, 'iter': 1}, path)
+    else:
+        path.write_bytes(pickle.dumps(payload))
+    with pytest.raises(UserError, match='ckpt_00000001'):
+        load(path)
+    assert load_latest(tmp_path, lambda text: None) == (None, None)
+    assert not (tmp_path / 'pwned').exists()
+
+
+def test_foreign_files(tmp_path):
+    torch.save({'weights': 1}, tmp_path / 'a.pt')
+    with pytest.raises(UserError, match='not a checkpoint of ours'):
+        load(tmp_path / 'a.pt')
+    with pytest.raises(UserError, match='no checkpoint'):
+        load(tmp_path / 'b.pt')
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, state(1), keep=2)
+    monkeypatch.setattr(torch, 'save', lambda value, file: file.write(b'half') and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, state(2), keep=2)
+    assert os.listdir(tmp_path) == ['ckpt_00000001.pt']
+
+
+def test_no_hard_links(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError("not on this file system")
+    monkeypatch.setattr(os, 'link', refuse)
+    save(tmp_path, state(1), keep=1, is_best=True)
+    save(tmp_path, state(2), keep=1)
+    assert load(tmp_path / 'best.pt')['iter'] == 1
+
+
+def test_what_may_change():
+    saved = {'n_embd': 4, 'max_iters': 10, 'device': 'cpu', 'learning_rate': 1e-3}
+    assert changed_settings(saved, {**saved, 'max_iters': 20, 'device': 'cuda'}) == {}
+    assert changed_settings(saved, {**saved, 'n_embd': 8}) == {'n_embd': (4, 8)}
+    assert changed_settings(saved, {**saved, 'new_key': 1}) == {'new_key': (None, 1)}
+    from train import TrainConfig
+    assert checkpoint.MAY_CHANGE <= set(TrainConfig.__dataclass_fields__)
+
+
+def start(out_dir, init_from='auto', **config):
+    said = []
+    held, path, got = open_run(str(out_dir), init_from, {'n_embd': 4, 'max_iters': 10, **config}, said.append)
+    held.close()
+    return got and got['iter'], said
+
+
+def test_open_run(tmp_path):
+    out = tmp_path / 'out'
+    assert start(out) == (None, [])
+    save(out, state(5), keep=2)
+    assert start(out) == (5, []) and start(out, max_iters=20) == (5, []) and start(out, 'resume') == (5, [])
+    with pytest.raises(UserError, match=r'n_embd was 4, now 8'):
+        start(out, 'resume', n_embd=8)
+    got, said = start(out, n_embd=8)
+    assert got is None and 'n_embd was 4, now 8' in said[0] and f'--out_dir={out}.1' in said[0]
+    assert os.path.exists(f'{out}.1/ckpt_00000005.pt') and paths(out) == []
+    with pytest.raises(UserError, match="init_from = 'resume': no usable checkpoint"):
+        start(out, 'resume')
+    save(out, state(6), keep=2)
+    assert start(out, 'scratch')[0] is None
+    assert os.path.exists(f'{out}.2/ckpt_00000006.pt')
+
+
+def test_a_run_with_only_damaged_checkpoints_is_kept(tmp_path):
+    out = tmp_path / 'out'
+    out.mkdir()
+    save(out, state(5), keep=2)
+    os.truncate(paths(out)[0], 100)
+    got, said = start(out)
+    assert got is None and 'skipping' in said[0] and f'{out}.1' in said[1]
+    assert os.path.getsize(f'{out}.1/ckpt_00000005.pt') == 100
+
+
+def hold(out_dir, ready, done):
+    held = lock(out_dir)
+    ready.set()
+    done.wait(60)
+    held.close()
+
+
+def test_one_writer(tmp_path):
+    context = multiprocessing.get_context('spawn')
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(str(tmp_path / 'out'), ready, done))
+    process.start()
+    assert ready.wait(60)
+    with pytest.raises(UserError, match=f'in use by another run .pid {process.pid} on'):
+        lock(str(tmp_path / 'out'))
+    process.kill()
+    process.join()
+    lock(str(tmp_path / 'out')).close()
+
+
+def test_unwritable(tmp_path):
+    (tmp_path / 'file').write_text('')
+    for out_dir in (tmp_path / 'file' / 'out', '/proc/nowhere'):
+        with pytest.raises(UserError, match='cannot write to'):
+            lock(str(out_dir))

@@ -1,0 +1,388 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY, environment, metrics
+
+import checkpoint
+from configurator import parse
+from machine import peak_flops
+from model import FFNS, GPT, GPTConfig, components, totals
+from optimizer import configure_optimizers, learning_rate
+from train import TrainConfig, gradient_norms
+
+
+def same_bits(a, b):
+    """ two checkpoints' tensors and numbers, except for clocks """
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a if key != 'seconds')
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    return a == b
+
+
+def newest(out_dir):
+    return checkpoint.load(checkpoint.paths(out_dir)[-1])
+
+
+# -----------------------------------------------------------------------------
+# what a run leaves
+
+
+def test_run_directory(trained):
+    assert {'run.json', 'metrics.jsonl', 'summary.json', 'best.pt', 'ckpt_00000010.pt', 'ckpt_00000020.pt'} <= set(os.listdir(trained))
+    run = json.loads((trained / 'run.json').read_text())
+    config = GPTConfig(**{key: run['config'][key] for key in GPTConfig.__dataclass_fields__})
+    assert run['components'] == components(config) and config.vocab_size == 256
+    assert run['data']['fingerprint'] and run['machine']['device'] == 'cpu' and 'HOME' not in json.dumps(run['machine']['environment'])
+    summary = json.loads((trained / 'summary.json').read_text())
+    assert summary['iter'] == 20 and summary['tokens'] == 20 * 8 * 32 and summary['params'] == totals(components(config))['params']
+    assert summary['flops'] == summary['tokens'] * totals(components(config))['train_flops'] and summary['peak_memory'] > 2**20
+    val, train = metrics(trained, 'val/loss'), metrics(trained, 'train/loss')
+    assert list(val) == [0, 10, 20] and list(train) == list(range(1, 21))
+    assert val[0] == pytest.approx(math.log(256)) and val[20] < val[10] < val[0]
+    assert summary['val_loss'] == val[20] == summary['best_val_loss']
+    assert metrics(trained, 'val/bpb')[20] == pytest.approx(val[20] / math.log(2))
+    assert {'lr', 'grad_norm', 'tokens_per_sec', 'mfu', 'seconds', 'tokens', 'flops'} <= set(open(trained / 'metrics.jsonl').readlines()[1].split('"'))
+    assert all(mfu is None for mfu in metrics(trained, 'mfu').values())  # a CPU has no peak to compare with
+    for name in ('zero_frac', 'dead_frac', 'gate_open', 'gate_closed', 'hidden_rms', 'out_rms'):
+        assert list(metrics(trained, f'ffn/{name}')) == [0, 10, 20]
+        assert metrics(trained, f'ffn/{name}')[20] == pytest.approx(sum(metrics(trained, f'ffn/{i}/{name}')[20] for i in (0, 1)) / 2)
+    assert metrics(trained, 'grad_norm/ffn.gate').keys() == {10, 20}
+
+
+def test_gradient_norms_add_up(trained):
+    squares = {}
+    for key in ('embedding', 'attention.qkv', 'attention.out', 'ffn.gate', 'ffn.up', 'ffn.down', 'norm', 'lm_head'):
+        for it, value in metrics(trained, f'grad_norm/{key}').items():
+            squares[it] = squares.get(it, 0) + value**2
+    total = metrics(trained, 'grad_norm')
+    assert squares.keys() == {10, 20} and all(squares[it] == pytest.approx(total[it]**2, rel=1e-4) for it in squares)
+
+
+def test_checkpoint_is_plain(trained):
+    state = torch.load(checkpoint.paths(trained)[-1], weights_only=True)
+    model = GPT(GPTConfig(**{key: state['config'][key] for key in GPTConfig.__dataclass_fields__}))
+    assert state['model'].keys() == dict(model.named_parameters()).keys()  # the plain state dict, no prefixes
+    assert state['iter'] == 20 and state['tokenizer'] == {'name': 'byte'}
+
+
+def test_the_first_run_says_what_it_does(script, tiny_data):
+    out = script('train.py', ROOT / 'config/relu2.py', *TINY, f'--dataset={tiny_data}', '--max_iters=25', '--micro_batch_size=2').out
+    for words in ('ffn.down', 'exactly the parameters', '8 x 32 = 256 tokens per step (processes 1 x micro-batches 4 x sequences 2)', 'cpu', 'float32, eager',
+                  'saved every 10 steps and at the end', 'iter 25/25 | loss', 'mfu n/a', 'final val loss', 'bits per byte',
+                  'next: python sample.py --out_dir=out/relu2', 'FFN hidden rms'):
+        assert words in out, words
+    assert 'iter 25: val loss' in out  # the last step is evaluated, though not a multiple of 10
+
+
+def test_a_finished_run_says_so(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--max_iters=3']
+    final = script('train.py', *args).out.split('final ')[1].split(';')[0]
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'out/swiglu').iterdir() if path.name != '.lock'}
+    again = script('train.py', *args).out
+    assert 'finished at iter 3' in again and final in again and 'iter 3/3' not in again
+    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'out/swiglu').iterdir() if path.name != '.lock'}
+
+
+# -----------------------------------------------------------------------------
+# the same numbers, whatever the hardware and however often interrupted
+
+
+def test_resume_is_bit_exact(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--dropout=0.1', '--lr_decay_iters=20', '--micro_batch_size=4', '--ffn=swish']
+    script('train.py', *args, '--out_dir=straight')
+    script('train.py', *args, '--out_dir=halves', '--max_iters=10')
+    script('train.py', *args, '--out_dir=halves', '--init_from=resume')
+    straight, halves = newest(tmp_path / 'straight'), newest(tmp_path / 'halves')
+    for state in (straight, halves):
+        del state['config']['out_dir'], state['config']['init_from']
+    assert same_bits(straight, halves)
+    for key in ('train/loss', 'val/loss', 'lr', 'grad_norm', 'ffn/dead_frac'):
+        assert metrics(tmp_path / 'straight', key) == metrics(tmp_path / 'halves', key)
+    assert len(open(tmp_path / 'halves/metrics.jsonl').readlines()) == len(open(tmp_path / 'straight/metrics.jsonl').readlines())
+
+
+def test_a_killed_run_continues_bit_exactly(script, tiny_data, trained, tmp_path):
+    """ kill -9 after the checkpoint of iter 10; the metrics after it are cut back and written again """
+    args = [str(ROOT / 'train.py'), *TINY, f'--dataset={tiny_data}', '--out_dir=out/swiglu', '--max_iters=100000', '--lr_decay_iters=20']
+    process = subprocess.Popen([sys.executable, *args], cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith('iter 14/'):
+            process.kill()
+    assert process.wait() == -signal.SIGKILL
+    script('train.py', *args[1:-2], '--lr_decay_iters=20', '--max_iters=20')
+    assert same_bits(newest(trained)['model'], newest(tmp_path / 'out/swiglu')['model'])
+    assert metrics(trained, 'train/loss') == metrics(tmp_path / 'out/swiglu', 'train/loss')
+
+
+def test_seed(script, tiny_data, trained, tmp_path):
+    script('train.py', *TINY, f'--dataset={tiny_data}', '--out_dir=same')
+    script('train.py', *TINY, f'--dataset={tiny_data}', '--out_dir=other', '--seed=2')
+    assert metrics(trained, 'train/loss') == metrics(tmp_path / 'same', 'train/loss')
+    ours, theirs = metrics(trained, 'train/loss'), metrics(tmp_path / 'other', 'train/loss')
+    assert all(ours[it] != theirs[it] for it in range(2, 21))
+
+
+def test_processes_and_micro_batches_do_not_matter(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--max_iters=50', '--eval_interval=25', '--dropout=0.1', '--micro_batch_size=4']
+    script('train.py', *args, '--out_dir=one')
+    out = script('train.py', *args, '--out_dir=two', processes=2, env={'WANDB_MODE': 'offline'}).out
+    assert out.count('iter 50/50') == 1 and 'processes 2 x micro-batches 1 x sequences 4' in out
+    for key in ('train/loss', 'val/loss'):
+        one, two = metrics(tmp_path / 'one', key), metrics(tmp_path / 'two', key)
+        assert one.keys() == two.keys() and all(one[it] == pytest.approx(two[it], abs=1e-5) for it in one)
+    assert len(list((tmp_path / 'two/wandb').glob('offline-run-*'))) == 1  # one run, not one per process
+    # and a run may continue on another number of processes
+    script('train.py', *args, '--max_iters=52', '--out_dir=two')
+    assert newest(tmp_path / 'two')['iter'] == 52
+
+
+def test_eval_only(script, tiny_data, trained, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', f'--out_dir={trained}', '--eval_only', '--eval_tokens=0']
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in trained.iterdir())
+    outs = {script('train.py', *args, *more).out for more in (
+        [], ['--micro_batch_size=1'], ['--micro_batch_size=4', '--seed=2'], ['--micro_batch_size=2', '--dropout=0.5'])}
+    outs.add(script('train.py', *args, '--dropout=0.5', processes=2).out)
+    assert len(outs) == 1, outs
+    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in trained.iterdir())
+    # against the plainest computation: the mean over every token of the split
+    state, data = newest(trained), __import__('data.tokens').tokens.Dataset(tiny_data, 32)
+    model = GPT(GPTConfig(**{key: state['config'][key] for key in GPTConfig.__dataclass_fields__})).eval()
+    model.load_state_dict(state['model'])
+    starts, first = data.eval_windows(0)
+    with torch.no_grad():
+        losses = [model(*[t[None] for t in pair], reduction='none')[1][skip:] for *pair, skip in zip(*data.eval_batch(starts), first, strict=True)]
+    assert f"val loss {torch.cat(losses).double().mean().item():.5f} " in outs.pop()
+
+
+def test_eval_only_refuses_what_does_not_fit(script, tiny_data, trained):
+    args = [*TINY, f'--dataset={tiny_data}', '--eval_only']
+    error = script('train.py', *args, f'--out_dir={trained}', '--n_embd=96', '--ffn=gelu', ok=False).err
+    assert error.startswith('error: eval_only') and "ffn is 'swiglu', not 'gelu'" in error and 'n_embd is 48, not 96' in error
+    assert 'no checkpoint in out/none' in script('train.py', *args, '--out_dir=out/none', ok=False).err
+
+
+def test_dtypes(script, tiny_data, trained, tmp_path):
+    full = metrics(trained, 'grad_norm')
+    for dtype in ('bfloat16', 'float16'):
+        script('train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=5', '--lr_decay_iters=20', f'--dtype={dtype}', f'--out_dir={dtype}')
+        norms = metrics(tmp_path / dtype, 'grad_norm')
+        # float16 gradients are scaled up; the norm that is logged and clipped is the true one
+        assert all(norms[it] == pytest.approx(full[it], rel=0.02) for it in norms)
+        assert metrics(tmp_path / dtype, 'train/loss')[5] == pytest.approx(metrics(trained, 'train/loss')[5], abs=0.02)
+    assert newest(tmp_path / 'float16')['scaler']['scale'] > 1 and set(metrics(tmp_path / 'float16', 'skipped_steps').values()) == {0}
+
+
+# -----------------------------------------------------------------------------
+# nothing is lost, nothing goes on in silence
+
+
+def test_a_changed_run_is_moved_aside(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--max_iters=2', '--out_dir=out/x']
+    script('train.py', *args)
+    out = script('train.py', *args, '--ffn=relu').out
+    assert "the run that was in out/x is now in out/x.1: ffn was 'swiglu', now 'relu'; to continue it use its settings and --out_dir=out/x.1" in out
+    assert (tmp_path / 'out/x.1/ckpt_00000002.pt').exists() and (tmp_path / 'out/x.1/summary.json').exists()
+    error = script('train.py', *args, '--init_from=resume', ok=False).err
+    assert error.startswith('error: cannot resume') and "ffn was 'relu', now 'swiglu'" in error
+    script('train.py', *args, '--ffn=relu', '--init_from=scratch')
+    assert (tmp_path / 'out/x.2/ckpt_00000002.pt').exists()
+
+
+def test_a_loss_that_is_not_finite(script, tiny_data, tmp_path):
+    result = script('train.py', *TINY, f'--dataset={tiny_data}', '--learning_rate=1e6', '--grad_clip=0', ok=False, env={'WANDB_MODE': 'offline'})
+    assert result.rc == 2
+    [error] = [line for line in result.err.splitlines() if line.startswith('error: ')]
+    assert 'the loss is not finite at iter' in error and 'learning rate' in error and 'gradient norm' in error
+    for path in checkpoint.paths(tmp_path / 'out/swiglu'):
+        assert all(weights.isfinite().all() for weights in checkpoint.load(path)['model'].values())
+    assert not (tmp_path / 'out/swiglu/summary.json').exists() and 'NaN' not in (tmp_path / 'out/swiglu/metrics.jsonl').read_text()
+
+
+@pytest.mark.parametrize('processes', [1, 2])
+def test_a_signal_saves_and_stops(script, tiny_data, tmp_path, processes):
+    args = [*TINY, f'--dataset={tiny_data}', '--max_iters=100000', '--eval_interval=1000']
+    launch = [sys.executable] if processes == 1 else [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    process = subprocess.Popen([*launch, str(ROOT / 'train.py'), *args], cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, text=True)
+    for line in process.stdout:
+        if line.startswith('iter 5/'):
+            process.send_signal(signal.SIGTERM)
+        if 'stopped by SIGTERM' in line:
+            stopped = int(line.split('iter ')[1].split(',')[0])
+    rc = process.wait()
+    assert rc == 128 + signal.SIGTERM if processes == 1 else rc != 0
+    assert newest(tmp_path / 'out/swiglu')['iter'] == stopped >= 5
+    # max_iters stretches the schedule, but the run goes on from where it was
+    assert f'continued from iter {stopped}' in script('train.py', *args[:-2], f'--max_iters={stopped + 2}', '--eval_interval=1000').out
+
+
+def test_one_run_per_directory(tiny_data, script, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--out_dir=out/x']
+    process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *args, '--max_iters=100000'], cwd=tmp_path, env=environment(tmp_path),
+                               stdout=subprocess.PIPE, text=True)
+    next(line for line in process.stdout if line.startswith('iter 2/'))
+    error = script('train.py', *args, ok=False).err
+    process.kill()
+    assert error.startswith(f'error: out/x is in use by another run (pid {process.pid} on')
+
+
+def test_target_loss(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--eval_interval=5', '--max_iters=1000', '--lr_decay_iters=20', '--target_loss=5']
+    script('train.py', *args)
+    val = list(metrics(tmp_path / 'out/swiglu', 'val/loss').values())
+    assert val[-1] <= 5 < val[-2] and (tmp_path / 'out/swiglu/summary.json').exists()
+    assert 'finished' in script('train.py', *args).out
+
+
+def test_unusable_settings(script, tiny_data, tmp_path):
+    for flags, words in ((['--batch_size=8', '--micro_batch_size=3'], 'batch_size = 8: must be a multiple of micro_batch_size = 3'),
+                         (['--vocab_size=100'], 'vocab_size = 100'), (['--min_lr=1'], 'min_lr = 1.0: must be at most learning_rate'),
+                         (['--block_size=100000'], 'block_size 100000 needs'), (['--device=cuda:77'], 'cuda:77'), (['--max_iters=-1'], 'max_iters')):
+        result = script('train.py', *TINY, f'--dataset={tiny_data}', *flags, ok=False)
+        assert result.rc == 2 and result.err.startswith('error: ') and words in result.err and result.err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
+    error = script('train.py', *TINY, f'--dataset={tiny_data}', '--batch_size=9', ok=False, env={'WORLD_SIZE': '2'}).err
+    assert 'error: batch_size = 9: must be a multiple of 2 processes' in error
+
+
+def test_no_compiler(script, tiny_data):
+    result = script('train.py', *TINY, f'--dataset={tiny_data}', '--compile', ok=False, fork=False, env={'PATH': '/nonexistent', 'CXX': '/bin/false'})
+    error = result.err.splitlines()[-1]
+    assert result.rc == 2 and error.startswith('error: torch.compile failed (') and error.endswith('use --compile=False')
+
+
+# -----------------------------------------------------------------------------
+# wandb
+
+
+def test_wandb_holds_everything(script, tiny_data, tmp_path):
+    script('train.py', *TINY, f'--dataset={tiny_data}', '--wandb=offline', '--wandb_tags=a,b', '--wandb_group=g', env={'WANDB_MODE': None})
+    [run] = (tmp_path / 'out/swiglu/wandb').glob('offline-run-*/run-*.wandb')
+
+    def inspect(*flags):
+        return subprocess.run([sys.executable, '-m', 'wandb', 'leet', 'inspect', '--json', *flags, str(run)], capture_output=True, text=True,
+                              env=environment(tmp_path), check=True).stdout
+
+    history = [json.loads(line)['history']['item'] for line in inspect().splitlines() if '"type":"history"' in line]
+    for key in ('train/loss', 'val/loss', 'val/bpb', 'ffn/dead_frac', 'grad_norm/ffn.up'):
+        logged = {row['iter']: row[key] for row in history if key in row}
+        assert logged == pytest.approx(metrics(tmp_path / 'out/swiglu', key)), key
+    assert {row['tokens'] for row in history} >= {256 * it for it in range(1, 21)}
+    assert any(key.startswith('components/table.') for row in history for key in row)
+    summary = inspect('--summary')
+    for row in components(GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=32)):
+        for key in ('param_share', 'flop_share', 'params', 'flops'):
+            assert f"{key}/{row['name']}" in summary
+    assert json.loads((tmp_path / 'out/swiglu/run.json').read_text())['wandb_id'] in run.name
+
+
+def test_wandb_never_stops_a_run(script, tiny_data, tmp_path):
+    """ missing; without a key or a terminal; failing in the middle """
+    args = [*TINY, f'--dataset={tiny_data}', '--max_iters=4', '--log_interval=1']
+    module = tmp_path / 'stub'
+    module.mkdir()
+    (module / 'wandb.py').write_text("raise ImportError('no wandb')")
+    out = script('train.py', *args, '--out_dir=a', fork=False, env={'WANDB_MODE': None, 'PYTHONPATH': str(module)}).out
+    assert 'wandb is not installed' in out and 'final val loss' in out
+    out = script('train.py', *args, '--out_dir=b', '--wandb=auto', env={'WANDB_MODE': None}, stdin='').out  # nobody is asked for a key
+    assert 'wandb    offline; upload with: wandb sync b/wandb/offline-run-' in out and 'final val loss' in out and list((tmp_path / 'b/wandb').glob('offline-run-*'))
+    (module / 'wandb.py').write_text('''
+class Run:
+    summary, resumed, dir, n = {}, False, 'c/wandb/run/files', 0
+    def define_metric(self, *args, **kw): pass
+    def log(self, record):
+        self.n += 1
+        if self.n == 3: raise ConnectionResetError('the service died')
+    def finish(self, exit_code): raise ConnectionResetError
+Settings = Table = lambda *args, **kw: None
+class plot: bar = lambda *args, **kw: None
+init = lambda **kw: Run()
+''')
+    out = script('train.py', *args, '--out_dir=c', '--wandb=offline', fork=False, env={'WANDB_MODE': None, 'PYTHONPATH': str(module)}).out
+    assert out.count('warning: wandb failed (ConnectionResetError: the service died)') == 1 and 'final val loss' in out
+    assert metrics(tmp_path / 'a', 'val/loss') == metrics(tmp_path / 'b', 'val/loss') == metrics(tmp_path / 'c', 'val/loss')
+
+
+# -----------------------------------------------------------------------------
+# parts
+
+
+def schedule(**kw):
+    flags = [f'--{key}={value}' for key, value in ({'learning_rate': 1.0, 'max_iters': 100, 'warmup_iters': 10} | kw).items()]
+    config = parse(TrainConfig, flags)
+    return [learning_rate(it, config) for it in range(config.max_iters + 1)]
+
+
+def test_schedules():
+    wsd, cosine, constant = (schedule(schedule=name, min_lr=0.1, decay_fraction=0.5) for name in ('wsd', 'cosine', 'constant'))
+    for rates in (wsd, cosine, constant):
+        assert rates[:11] == pytest.approx([(it + 1) / 11 for it in range(11)])
+    assert set(constant[10:]) == {1.0}
+    assert set(wsd[10:51]) == {1.0} and wsd[75] == pytest.approx(0.55) and wsd[100] == pytest.approx(0.1)
+    assert cosine[55] == pytest.approx(0.55) and cosine[100] == pytest.approx(0.1) and cosine[32] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90)))
+    assert all(a >= b for rates in (wsd, cosine) for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+@pytest.mark.parametrize('name', ['wsd', 'cosine', 'constant'])
+def test_schedules_at_their_edges(name):
+    assert schedule(schedule=name, warmup_iters=0)[0] == 1.0
+    assert schedule(schedule=name, warmup_iters=100)[100] == 1.0  # warm-up as long as the run: the peak comes last
+    assert schedule(schedule=name, warmup_iters=500)[99] < 1.0  # longer: cut to the run
+    rates = schedule(schedule=name, warmup_iters=10, lr_decay_iters=10, min_lr=0.1)
+    assert rates[10] == 1.0 and rates[11] == (1.0 if name == 'constant' else 0.1)
+    assert schedule(schedule=name, max_iters=0) == [1.0] and schedule(schedule='wsd', decay_fraction=0, max_iters=20)[19] == 1.0
+
+
+@pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
+@pytest.mark.parametrize('ffn', FFNS)
+def test_every_parameter_is_optimized_once(ffn, optimizer):
+    for shape in ('--bias', '--tie_embeddings'):
+        config = parse(TrainConfig, ['--vocab_size=64', f'--ffn={ffn}', f'--optimizer={optimizer}', '--n_layer=1', shape])
+        model = GPT(config)
+        groups = [group for opt in configure_optimizers(model, config, torch.device('cpu')) for group in opt.param_groups]
+        named = {id(p): name for name, p in model.named_parameters()}
+        assert sorted(id(p) for group in groups for p in group['params']) == sorted(named)
+        for group in groups:
+            for p in group['params']:
+                assert (group['weight_decay'] > 0) == (p.dim() >= 2), named[id(p)]
+                assert ('momentum' in group) == (optimizer == 'muon' and named[id(p)].startswith('h.') and p.dim() == 2)
+
+
+@pytest.mark.parametrize('ffn', FFNS)
+def test_gradient_norms_cover_every_parameter(ffn):
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=20, ffn=ffn, zero_init=False, bias=True, position='learned'))
+    idx = torch.arange(16).view(2, 8)
+    model(idx, idx)[1].backward()
+    norms = gradient_norms(model)
+    assert sum(norm.item()**2 for norm in norms.values()) == pytest.approx(sum(p.grad.square().sum().item() for p in model.parameters()), rel=1e-5)
+    assert ('ffn.gate' in norms) == FFNS[ffn][1]
+
+
+def test_peak_flops():
+    assert peak_flops('NVIDIA A100-SXM4-80GB', torch.bfloat16) == 312e12 and peak_flops('NVIDIA H100 80GB HBM3', torch.bfloat16) == 989e12
+    assert peak_flops('NVIDIA H200', torch.float16) == 989e12 and peak_flops('NVIDIA H100 PCIe', torch.bfloat16) == 756e12
+    assert peak_flops('NVIDIA GeForce RTX 4090', torch.bfloat16) == 165e12 and peak_flops('NVIDIA L4', torch.bfloat16) == 121e12
+    assert peak_flops('NVIDIA L40S', torch.bfloat16) == 362e12 and peak_flops('Tesla T4', torch.float16) == 65e12
+    for name in ('Foo', 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA L400', ''):
+        assert peak_flops(name, torch.bfloat16) is None
+    assert peak_flops('Tesla T4', torch.bfloat16) is None
+
+
+def test_training_needs_little(script, tiny_data, tmp_path):
+    """ no tiktoken, wandb or matplotlib is imported for byte and char data """
+    code = "import sys; sys.modules.update(dict.fromkeys(['tiktoken', 'wandb', 'matplotlib', 'datasets', 'scipy']))\n" \
+           "import runpy; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rsplit('/', 1)[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+    (tmp_path / 'without.py').write_text(code)
+    script(tmp_path / 'without.py', ROOT / 'train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=2')
+    assert script(tmp_path / 'without.py', ROOT / 'sample.py', '--max_new_tokens=5').out
+
+

@@ -1,0 +1,167 @@
+"""
+Where a run's numbers go: the terminal, metrics.jsonl (the truth), and wandb (a mirror that never stops training).
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+
+from tqdm import tqdm
+
+from data.writer import replacing
+
+
+def one_line(error):
+    return f'{type(error).__name__}: {error}'.splitlines()[0]
+
+
+def write_json(path, value):
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode())
+
+
+def read_json(path):
+    """ the value of a JSON file, {} when there is none """
+    try:
+        with open(path, encoding='utf-8') as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+def read_metrics(path, up_to=None):
+    """ the records of a metrics.jsonl, those with iter <= up_to; a torn last line is left out """
+    records = []
+    if os.path.exists(path):
+        with open(path, encoding='utf-8') as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if up_to is None or record['iter'] <= up_to:
+                    records.append(record)
+    return records
+
+
+class Tracker:
+    """
+    One run's log, on rank 0; with active=False it does nothing (the other ranks).
+
+    run: what run.json holds (config, components, data, machine). start_iter: the iteration of the checkpoint that is continued;
+    metrics.jsonl is cut back to it, so that every step stands once.
+    """
+
+    def __init__(self, active, config, start_iter, run):
+        self.active, self.out_dir, self.max_iters, self.bar, self.wandb = active, config.out_dir, config.max_iters, None, None
+        if not active:
+            return
+        path = os.path.join(self.out_dir, 'metrics.jsonl')
+        kept = read_metrics(path, up_to=start_iter) if start_iter else []
+        with replacing(path) as file:
+            file.write(''.join(json.dumps(record) + '\n' for record in kept).encode())
+        self.file = open(path, 'a', encoding='utf-8', buffering=1)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.out_dir, 'summary.json'))  # of the shorter run that is being continued
+        run['wandb_id'] = read_json(os.path.join(self.out_dir, 'run.json')).get('wandb_id') or secrets.token_hex(4)
+        write_json(os.path.join(self.out_dir, 'run.json'), run)
+        self.start_wandb(config, run)
+        if sys.stderr.isatty() and run['machine']['world_size'] == 1:
+            self.bar = tqdm(total=config.max_iters, initial=start_iter, unit='it', dynamic_ncols=True, leave=False)
+
+    def say(self, text):
+        """ a line for the person at the terminal """
+        if self.active:
+            tqdm.write(text) if self.bar else print(text, flush=True)
+
+    def progress(self, it, text):
+        """ where training stands after `it` steps: in the bar on a terminal, else a line """
+        if self.bar:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(it - self.bar.n)
+        else:
+            self.say(f'iter {it}/{self.max_iters} | {text}')
+
+    def log(self, record):
+        """ one record, {'iter': ..., 'tokens': ..., metric: value, ...}, to metrics.jsonl and wandb """
+        if self.active:
+            self.file.write(json.dumps(record) + '\n')
+            self.mirror(lambda: self.wandb.log({key: value for key, value in record.items() if value is not None}))
+
+    def finish(self, summary=None, exit_code=0):
+        """ close everything; summary.json is written last, and says that the run is complete """
+        if not self.active:
+            return
+        if self.bar:
+            self.bar.close()
+            self.bar = None
+        self.file.close()
+        if summary:
+            self.mirror(lambda: self.wandb.summary.update({f'final/{key}': value for key, value in summary.items()}))
+        self.mirror(lambda: self.wandb.finish(exit_code=exit_code))
+        if summary:
+            write_json(os.path.join(self.out_dir, 'summary.json'), summary)
+
+    def mirror(self, call):
+        """ do something with wandb; whatever goes wrong there costs one warning, and wandb """
+        if self.wandb:
+            try:
+                call()
+            except Exception as e:
+                self.wandb = None
+                self.say(f"warning: wandb failed ({one_line(e)}); training goes on, metrics.jsonl has everything")
+
+    def start_wandb(self, config, run):
+        """ online when a key is configured, else offline; never asks, never waits for long """
+        mode = config.wandb if config.wandb != 'auto' else os.environ.get('WANDB_MODE') or 'auto'
+        if mode == 'disabled':
+            return
+        try:
+            import wandb
+        except ImportError:
+            self.say("wandb is not installed: numbers go to metrics.jsonl only (pip install wandb, or --wandb=disabled)")
+            return
+        try:
+            if mode == 'auto':
+                mode = 'online' if wandb.login(prompt=False, verify=False) else 'offline'
+            settings = wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
+                                      x_transaction_log_flush_interval=2.0)
+            options = {'project': config.wandb_project, 'name': config.wandb_name or f'{config.ffn}-s{config.seed}',
+                       'group': config.wandb_group or None, 'tags': config.wandb_tags.split(',') if config.wandb_tags else None,
+                       'job_type': 'train', 'id': run['wandb_id'], 'resume': 'allow', 'dir': self.out_dir, 'settings': settings,
+                       'config': {**run['config'], 'data': run['data'], 'machine': run['machine'], 'total': run['total']}}
+            try:
+                self.wandb = wandb.init(mode=mode, **options)
+            except Exception as e:
+                if mode != 'online':
+                    raise
+                self.say(f"warning: wandb online failed ({one_line(e)}); logging offline")
+                wandb.teardown()
+                mode = 'offline'
+                self.wandb = wandb.init(mode=mode, **options)
+        except Exception as e:
+            self.say(f"warning: wandb could not start ({one_line(e)}); numbers go to metrics.jsonl only")
+            return
+        self.mirror(lambda: self.describe_to_wandb(wandb, run, mode))
+
+    def describe_to_wandb(self, wandb, run, mode):
+        folder = os.path.relpath(os.path.dirname(self.wandb.dir))
+        self.say(f"wandb    {f'offline; upload with: wandb sync {folder}' if mode == 'offline' else self.wandb.url}")
+        for axis in ('iter', 'tokens'):
+            self.wandb.define_metric(axis)
+        self.wandb.define_metric('*', step_metric='tokens')
+        self.wandb.define_metric('val/loss', step_metric='tokens', summary='min,last')
+        rows = run['components']
+        for row in rows:
+            for key in ('params', 'param_share', 'flops', 'flop_share'):
+                self.wandb.summary[f"{key}/{row['name']}"] = row[key]
+        if self.wandb.resumed:
+            return
+        columns = ['name', 'params', 'param_share', 'flops', 'train_flops', 'flop_share']
+        charts = {'components/table': wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])}
+        for key, title in (('param_share', "share of parameters"), ('flop_share', "share of FLOPs")):
+            bars = wandb.Table(columns=['component', key], data=[[row['name'], row[key]] for row in rows])
+            charts[f'components/{key}'] = wandb.plot.bar(bars, 'component', key, title=title)
+        self.wandb.log({'iter': 0, 'tokens': 0, **charts})
