@@ -69,7 +69,8 @@ class Tracker:
         write_json(os.path.join(self.out_dir, 'run.json'), run)
         self.start_wandb(config, run)
         if sys.stderr.isatty() and run['machine']['world_size'] == 1:
-            self.bar = tqdm(total=config.max_iters, initial=start_iter, unit='it', dynamic_ncols=True, leave=False)
+            self.bar = tqdm(total=config.max_iters, initial=start_iter, dynamic_ncols=True, leave=False,
+                            bar_format='{n_fmt}/{total_fmt} {bar:12}{postfix}')
 
     def say(self, text):
         """ a line for the person at the terminal """
