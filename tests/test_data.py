@@ -174,7 +174,7 @@ def test_stdlib_leaves_out_tests(tmp_path):
 def shakespeare():
     for path in (os.environ.get('TINYSHAKESPEARE', ''), ROOT / 'data/shakespeare_char/input.txt'):
         if path and os.path.exists(path):
-            return str(path)
+            return os.path.abspath(path)
     pytest.skip("no copy of Tiny Shakespeare: set TINYSHAKESPEARE to one")
 
 

@@ -1,4 +1,4 @@
-""" What only a GPU can show: python -m pytest tests/gpu """
+""" What only a GPU can show: python -m pytest -o addopts= tests/gpu """
 
 import pytest
 import torch
