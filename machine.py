@@ -72,8 +72,8 @@ def choose_device(device='auto', dtype='auto', local_rank=0):
 
 def keep_freed_memory():
     """
-    Tell glibc to keep what is freed: otherwise each large tensor goes back to the system and is faulted in again page by page,
-    which takes a fifth of a training step on a CPU.
+    Tell glibc to keep what is freed: otherwise each large tensor goes back to the system and is faulted in again page by page.
+    Measured so far: 3.0 -> 2.4 s a step with 8,192 tokens at 6 x 192 (one pair of runs); within noise at the default size.
     """
     if sys.platform == 'linux':
         libc = ctypes.CDLL(None)

@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
     """
     Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, for the matrices of the blocks. The update is that of
     torch.optim.Muon with adjust_lr_fn='match_rms_adamw' (a test holds the two together). Why not that one: it iterates in bfloat16
-    alone, 170 ms for one 512 x 192 matrix on a CPU that has none in hardware (float32: 3 ms); it goes through the matrices one
+    alone, 170 ms for one 512 x 192 matrix on a CPU that has none in hardware (float32: 6 ms); it goes through the matrices one
     by one; and it would orthogonalize the parts of a fused matrix together.
 
     params: matrices. rows: for each the row counts of the parts that are orthogonalized apart.
