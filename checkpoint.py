@@ -22,10 +22,14 @@ MAY_CHANGE = {'out_dir', 'init_from', 'dataset', 'max_iters', 'eval_interval', '
               'wandb', 'wandb_project', 'wandb_name', 'wandb_group', 'wandb_tags'}
 
 
+class InUse(UserError):
+    """ another process holds the run directory """
+
+
 def lock(out_dir):
     """
     Make out_dir this process's own until it ends (kill -9 included); keep the returned file.
-    Raises UserError when another run holds it.
+    Raises InUse when another run holds it, UserError when it cannot be written.
     """
     path = os.path.join(out_dir, '.lock')
     while True:
@@ -46,7 +50,7 @@ def lock(out_dir):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise UserError(f"{out_dir} is in use by another run ({file.read().strip() or 'starting'}); choose another --out_dir") from None
+            raise InUse(f"{out_dir} is in use by another run ({file.read().strip() or 'starting'}); choose another --out_dir") from None
         if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
             file.seek(0)
             file.truncate()

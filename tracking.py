@@ -46,6 +46,38 @@ def read_metrics(path, up_to=None):
     return records
 
 
+def start_wandb(mode, say, **options):
+    """ a wandb run, or None when that fails; mode 'auto' is online when a key is configured, else offline. Never asks, never hangs. """
+    mode = mode if mode != 'auto' else os.environ.get('WANDB_MODE') or 'auto'
+    if mode == 'disabled':
+        return None
+    try:
+        import wandb
+    except ImportError:
+        say("wandb is not installed: numbers stay in the folder (pip install wandb, or --wandb=disabled)")
+        return None
+    try:
+        if mode == 'auto':
+            mode = 'online' if wandb.login(prompt=False, verify=False) else 'offline'
+        options['settings'] = wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
+                                             x_transaction_log_flush_interval=2.0)
+        try:
+            run = wandb.init(mode=mode, **options)
+        except Exception as e:
+            if mode != 'online':
+                raise
+            say(f"warning: wandb online failed ({one_line(e)}); logging offline")
+            wandb.teardown()
+            mode = 'offline'
+            run = wandb.init(mode=mode, **options)
+        folder = os.path.relpath(os.path.dirname(run.dir))
+        say(f"wandb    {f'offline; upload with: wandb sync {folder}' if mode == 'offline' else run.url}")
+        return run
+    except Exception as e:
+        say(f"warning: wandb could not start ({one_line(e)}); numbers stay in the folder")
+        return None
+
+
 class Tracker:
     """
     One run's log, on rank 0; with active=False it does nothing (the other ranks).
@@ -115,41 +147,15 @@ class Tracker:
                 self.say(f"warning: wandb failed ({one_line(e)}); training goes on, metrics.jsonl has everything")
 
     def start_wandb(self, config, run):
-        """ online when a key is configured, else offline; never asks, never waits for long """
-        mode = config.wandb if config.wandb != 'auto' else os.environ.get('WANDB_MODE') or 'auto'
-        if mode == 'disabled':
-            return
-        try:
-            import wandb
-        except ImportError:
-            self.say("wandb is not installed: numbers go to metrics.jsonl only (pip install wandb, or --wandb=disabled)")
-            return
-        try:
-            if mode == 'auto':
-                mode = 'online' if wandb.login(prompt=False, verify=False) else 'offline'
-            settings = wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
-                                      x_transaction_log_flush_interval=2.0)
-            options = {'project': config.wandb_project, 'name': config.wandb_name or f'{config.ffn}-s{config.seed}',
-                       'group': config.wandb_group or None, 'tags': config.wandb_tags.split(',') if config.wandb_tags else None,
-                       'job_type': 'train', 'id': run['wandb_id'], 'resume': 'allow', 'dir': self.out_dir, 'settings': settings,
-                       'config': {**run['config'], 'data': run['data'], 'machine': run['machine'], 'total': run['total']}}
-            try:
-                self.wandb = wandb.init(mode=mode, **options)
-            except Exception as e:
-                if mode != 'online':
-                    raise
-                self.say(f"warning: wandb online failed ({one_line(e)}); logging offline")
-                wandb.teardown()
-                mode = 'offline'
-                self.wandb = wandb.init(mode=mode, **options)
-        except Exception as e:
-            self.say(f"warning: wandb could not start ({one_line(e)}); numbers go to metrics.jsonl only")
-            return
-        self.mirror(lambda: self.describe_to_wandb(wandb, run, mode))
+        self.wandb = start_wandb(
+            config.wandb, self.say, project=config.wandb_project, name=config.wandb_name or f'{config.ffn}-s{config.seed}',
+            group=config.wandb_group or None, tags=config.wandb_tags.split(',') if config.wandb_tags else None, job_type='train',
+            id=run['wandb_id'], resume='allow', dir=self.out_dir,
+            config={**run['config'], 'data': run['data'], 'machine': run['machine'], 'total': run['total']})
+        self.mirror(lambda: self.describe_to_wandb(run))
 
-    def describe_to_wandb(self, wandb, run, mode):
-        folder = os.path.relpath(os.path.dirname(self.wandb.dir))
-        self.say(f"wandb    {f'offline; upload with: wandb sync {folder}' if mode == 'offline' else self.wandb.url}")
+    def describe_to_wandb(self, run):
+        import wandb
         for axis in ('iter', 'tokens'):
             self.wandb.define_metric(axis)
         self.wandb.define_metric('*', step_metric='tokens')

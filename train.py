@@ -94,6 +94,12 @@ class TrainConfig(GPTConfig):
                 f"a multiple of micro_batch_size = {self.micro_batch_size}")
 
 
+def choose_micro_batch_size(config, share):
+    """ sequences per forward pass, for a process whose share of the batch is that many sequences """
+    fits = [n for n in range(1, share + 1) if share % n == 0 and (n == 1 or n * config.block_size <= MICRO_BATCH_TOKENS)]
+    return config.micro_batch_size or max(fits)
+
+
 def gradient_norms(model):
     """ {component: norm of its gradient}, as tensors; the squares add up to the square of the whole norm """
     squares = {}
@@ -178,7 +184,7 @@ def main():
 
     # how a batch is cut up: into micro-batches, dealt out to the processes in turn
     share = B // world_size
-    micro = config.micro_batch_size or max(n for n in range(1, share + 1) if share % n == 0 and (n == 1 or n * T <= MICRO_BATCH_TOKENS))
+    micro = choose_micro_batch_size(config, share)
     micro_batches = range(rank, B // micro, world_size)
 
     # what to start from; rank 0 holds the run directory until its process ends
@@ -249,6 +255,7 @@ def main():
 
     def check_finite():
         if (bad := int(bad_iter)) >= 0:
+            tracker.log({'iter': bad + 1, 'tokens': (bad + 1) * B * T, 'diverged': True})
             tracker.finish(exit_code=1)
             raise UserError(f"the loss is not finite at iter {bad + 1} (learning rate {learning_rate(bad, config):.3g}, gradient norm "
                             f"{float(norm):.3g}); last checkpoint: {(checkpoint.paths(config.out_dir) or ['none'])[-1]}; "

@@ -1,0 +1,103 @@
+"""
+Where the time of a training step goes, component by component: an eager profile of the model alone, off the timed runs.
+"""
+
+import statistics
+import time
+
+import torch
+
+from machine import autocast
+from model import GPT
+
+GROUPS = ('attention', 'ffn', 'norm', 'lm_head', 'rest')  # rest: embedding, residual additions, loss
+
+
+def group_of(component):
+    """ the group that a row of model.components() belongs to """
+    group = component.partition('.')[0]
+    return group if group in GROUPS else 'rest'
+
+
+class Stopwatch:
+    """ what runs between two marks takes, on the device: CUDA events there, which do not make it wait; else the clock """
+
+    def __init__(self, device):
+        self.device, self.marks = device, []
+
+    def mark(self, label):
+        """ from here on it is `label` that runs """
+        if self.device.type == 'cuda':
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((label, event))
+        else:
+            if self.device.type == 'mps':
+                torch.mps.synchronize()
+            self.marks.append((label, time.perf_counter()))
+
+    def seconds(self):
+        """ {label: seconds} """
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize()
+        out = {}
+        for (label, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            span = start.elapsed_time(end) / 1000 if self.device.type == 'cuda' else end - start
+            out[label] = out.get(label, 0.0) + span
+        return out
+
+
+def step_seconds(config, device, dtype, batch_size, steps=7, warmup=3):
+    """
+    [{(phase, group): seconds}] of training steps of the model that config describes: phase 'forward' or 'backward', group one of
+    GROUPS. Optimizer, data and torch.compile are left out. Attention includes its projections, rotation and qk norms.
+    """
+    model = GPT(config).to(device)
+    idx = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
+    watch, phase = None, 'forward'
+
+    def enter(group):
+        return lambda *_: watch.mark((phase, group))
+
+    def leave(*_):
+        watch.mark((phase, 'rest'))
+
+    modules = [(model.norm_f, 'norm'), (model.lm_head, 'lm_head')]
+    for block in model.h:
+        modules += [(block.attn, 'attention'), (block.ffn, 'ffn'), (block.norm_1, 'norm'), (block.norm_2, 'norm')]
+    for module, group in modules:
+        module.register_forward_pre_hook(enter(group))
+        module.register_forward_hook(leave)
+        module.register_full_backward_pre_hook(enter(group))
+        module.register_full_backward_hook(leave)
+    out = []
+    for _ in range(warmup + steps):
+        watch, phase = Stopwatch(device), 'forward'
+        leave()
+        with autocast(device, dtype):
+            _, loss = model(idx[:, :-1], idx[:, 1:])
+        phase = 'backward'
+        leave()
+        loss.backward()
+        leave()
+        out.append(watch.seconds())
+        model.zero_grad(set_to_none=True)
+    return out[warmup:]
+
+
+def time_shares(configs, device, dtype, batch_size):
+    """
+    {ffn: {group: {'forward', 'backward': median seconds per step, 'share': of both together}}} for {ffn: config}; each FFN is visited
+    twice, forth and back, so that a drift of the machine hits all alike.
+    """
+    steps = {ffn: [] for ffn in configs}
+    for ffn in [*configs, *reversed(configs)]:
+        steps[ffn] += step_seconds(configs[ffn], device, dtype, batch_size)
+    out = {}
+    for ffn, rows in steps.items():
+        out[ffn] = {group: {phase: statistics.median(row[phase, group] for row in rows) for phase in ('forward', 'backward')}
+                    for group in GROUPS}
+        total = sum(sum(times.values()) for times in out[ffn].values())
+        for times in out[ffn].values():
+            times['share'] = (times['forward'] + times['backward']) / total
+    return out
