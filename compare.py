@@ -401,8 +401,8 @@ def tune(variants, config, folder, train):
 # -----------------------------------------------------------------------------
 
 
-def profile(configs, machine, jobs, folder):
-    """ time_shares() of {ffn: config} as profile.json has them, else measured now, or None where the runs were made elsewhere """
+def profile(configs, machine, jobs, folder, idle):
+    """ time_shares() of {ffn: config} as profile.json has them, else measured now; None while runs go on or where they were not made """
     path = os.path.join(folder, 'profile.json')
     shapes = {ffn: {key: getattr(config, key) for key in GPTConfig.__dataclass_fields__} for ffn, config in configs.items()}
     known = read_json(path)
@@ -411,7 +411,7 @@ def profile(configs, machine, jobs, folder):
     config = next(iter(configs.values()))
     device, dtype = choose_device(config.device, config.dtype)
     here = describe_machine(device, 1)
-    if (here['device_name'], dtype) != (machine['device_name'], getattr(torch, machine['dtype'])):
+    if not idle or (here['device_name'], dtype) != (machine['device_name'], getattr(torch, machine['dtype'])):
         return None
     if device.type == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(max(1, cpu_count() // jobs))
@@ -423,13 +423,13 @@ def profile(configs, machine, jobs, folder):
     return result
 
 
-def make_report(config, folder, dirs, plan):
-    """ report from the run directories that exist, with what plan says about them """
+def make_report(config, folder, dirs, plan, idle=True):
+    """ report from the run directories that exist, with what plan says about them; times are measured only on an idle machine """
     missing = [] if config.runs else [path for path in dirs if not os.path.exists(os.path.join(path, 'run.json'))]
     runs = [read_run(path) for path in dirs if path not in missing]
     results = make_results(runs, config.baseline or plan.get('baseline'), config.margin, plan, missing)
     configs = {run['ffn']: TrainConfig(**run['config']) for run in runs if run['ffn'] in results['ffns']}
-    add_profile(results, profile(configs, runs[0]['machine'], plan.get('jobs', 1), folder))
+    add_profile(results, profile(configs, runs[0]['machine'], plan.get('jobs', 1), folder, idle))
     write_report(folder, results)
     print('\n' + '\n\n'.join([headline(results), match_line(results), summary_table(results, brief=True)]).replace('**', '') + '\n')
     log_to_wandb(folder, results, config)
@@ -443,14 +443,19 @@ def main():
     command = 'python compare.py ' + shlex.join(sys.argv[1:])
     if config.report_only and not os.path.isdir(folder):
         raise UserError(f"report_only: there is no comparison in {folder}; name it with --name")
-    held = checkpoint.lock(folder)  # until this process ends  # noqa: F841
+    try:
+        held = checkpoint.lock(folder)  # until this process ends
+    except checkpoint.InUse:
+        if not config.report_only:
+            raise
+        held = None  # the comparison is running: look at what there is
     if config.runs:
         dirs = [path.strip() for path in config.runs.split(',')]
         return make_report(config, folder, dirs, {'match': 'given', 'command': command})
     plan_path = os.path.join(folder, 'plan.json')
     if config.report_only:
         dirs = sorted(os.path.join(folder, name) for name in os.listdir(folder) if re.search(r'-s\d+$', name))
-        return make_report(config, folder, dirs, {'match': config.match, 'command': command, **read_json(plan_path)})
+        return make_report(config, folder, dirs, {'match': config.match, 'command': command, **read_json(plan_path)}, idle=held is not None)
 
     prepare_if_missing(config.dataset)
     data = Dataset(config.dataset, config.block_size)

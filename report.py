@@ -322,9 +322,11 @@ def describe_shares(results):
         times = row['profile'] and [row['profile']['ffn']['forward'], row['profile']['ffn']['backward'],
                                     sum(times['forward'] + times['backward'] for times in row['profile'].values())]
         rows.append([*(f"{row['shares'][kind]['ffn']:.1%}" if kind in row['shares'] else 'n/a' for kind in ('parameters', 'FLOPs', 'time')),
-                     *(f'{1000 * seconds:.2f}' for seconds in times or ())])
-    header = ['FFN', 'of parameters', 'of FLOPs', 'of time', *(['FFN forward ms', 'FFN backward ms', 'whole step ms'] if profiled else [])]
-    where = "Time was not measured: the runs were made on another machine."
+                     *(f'{1000 * seconds:.2f}' for seconds in times or ()),
+                     f"{row['peak_memory'] / 2**30:.2f}" if row['peak_memory'] else 'n/a'])
+    header = ['FFN', 'of parameters', 'of FLOPs', 'of time', *(['FFN forward ms', 'FFN backward ms', 'whole step ms'] if profiled else []),
+              'peak memory of a run, GiB']
+    where = "Time was not measured: the comparison was still running, or its runs were made on another machine."
     if profiled:
         threads = f", {profiled['threads']} thread{'s' if profiled['threads'] > 1 else ''}" if profiled['threads'] else ""
         tokens = f"{profiled['batch_size']} x {results['config']['block_size']} tokens"
