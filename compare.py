@@ -35,7 +35,7 @@ from machine import choose_device, describe_machine
 from model import FFNS, GPTConfig, components
 from report import IGNORED, add_profile, finite, headline, log_to_wandb, make_results, match_line, read_run, summary_table, write_report
 from timeshare import time_shares
-from tracking import read_json, read_metrics, write_json
+from tracking import last_record, read_json, read_metrics, write_json
 from train import TrainConfig, choose_micro_batch_size, clock
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -178,38 +178,37 @@ def read_state(config, fingerprint):
     summary = read_json(os.path.join(config.out_dir, 'summary.json'))
     if summary.get('iter') == config.max_iters:
         return {'status': 'done', 'fraction': 1.0, 'val_loss': summary['val_loss']}
-    records = read_metrics(os.path.join(config.out_dir, 'metrics.jsonl'))
-    if records and records[-1].get('diverged'):
+    last = last_record(os.path.join(config.out_dir, 'metrics.jsonl'))
+    if last.get('diverged'):
         return {'status': 'diverged', 'fraction': 1.0, 'val_loss': math.inf}
-    return {'status': 'left', 'fraction': records[-1]['iter'] / config.max_iters if records else 0.0}
+    return {'status': 'left', 'fraction': last.get('iter', 0) / max(1, config.max_iters)}
 
 
 def cpu_count():
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
-def launch(config, log, slot, processes, jobs):
+def launch(config, slot, n_gpus, jobs):
     """ start train.py on slot's share of the machine; -> the process. It stops by itself, saved, should this process die. """
-    command = [sys.executable]
+    command, processes = [sys.executable], max(1, n_gpus // jobs)
     if processes > 1:
         command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
     env = dict(os.environ)
-    if config.device.startswith('cpu') or not shutil.which('nvidia-smi'):
-        if jobs > 1:
-            env.setdefault('OMP_NUM_THREADS', str(max(1, cpu_count() // jobs)))
-    elif jobs > 1:
-        gpus = env.get('CUDA_VISIBLE_DEVICES', ','.join(str(n) for n in range(processes * jobs))).split(',')
+    if jobs > 1:
+        env.setdefault('OMP_NUM_THREADS', str(max(1, cpu_count() // jobs)))
+    if jobs > 1 and n_gpus:
+        gpus = env.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n_gpus)))).split(',')
         env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[slot * processes:(slot + 1) * processes])
     die_with_us = None
     if sys.platform == 'linux':
         libc = ctypes.CDLL(None)
         die_with_us = lambda: libc.prctl(1, signal.SIGTERM)  # noqa: E731  PR_SET_PDEATHSIG
-    with open(log, 'a', encoding='utf-8') as file:
+    with open(config.out_dir + '.log', 'a', encoding='utf-8') as file:
         return subprocess.Popen([*command, os.path.join(HERE, 'train.py'), *arguments(config)], env=env, stdin=subprocess.DEVNULL,
                                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_us)
 
 
-def run_all(configs, fingerprint, processes, jobs, title):
+def run_all(configs, fingerprint, n_gpus, jobs, title):
     """
     Train every config that is not finished, `jobs` at a time; -> [state of each]: 'done', 'diverged' or 'failed', with its val_loss.
 
@@ -245,9 +244,11 @@ def run_all(configs, fingerprint, processes, jobs, title):
                         continue
                     if not signals:
                         states[i]['status'] = 'running'
-                        running[slot] = i, launch(configs[i], configs[i].out_dir + '.log', slot, processes, jobs)
+                        running[slot] = i, launch(configs[i], slot, n_gpus, jobs)
+                        if signals:  # came while it was being launched
+                            running[slot][1].terminate()
                     break
-            time.sleep(0.2)
+            time.sleep(0.5)
             for slot, (i, process) in list(running.items()):
                 rc = process.poll()
                 states[i] = read_state(configs[i], fingerprint)
@@ -296,11 +297,10 @@ class Board:
         return sum(state['fraction'] * config.max_iters for state, config in zip(states, self.configs, strict=True))
 
     def counts(self, states, stopping):
-        total, done = sum(config.max_iters for config in self.configs), self.work(states)
         left = sum(config.max_iters * (1 - state['fraction']) for state, config in zip(states, self.configs, strict=True)
                    if state['status'] in ('left', 'running'))
-        speed = (done - self.start_work) / (time.monotonic() - self.start + 1e-9)
-        eta = 'stopping' if stopping else f'eta {clock(left / speed)}' if speed > 0 and total else 'eta ?'
+        speed = (self.work(states) - self.start_work) / (time.monotonic() - self.start + 1e-9)
+        eta = 'stopping' if stopping else f'eta {clock(left / speed)}' if speed > 0 else 'eta ?'
         number = {status: sum(state['status'] == status for state in states) for status in STATUSES}
         return ' · '.join([f'{n} {status}' for status, n in number.items() if n or status in STATUSES[:3]] + ([eta] if left else []))
 
@@ -320,11 +320,11 @@ class Board:
                     print(f"{os.path.basename(config.out_dir)} {state['status']}{result} | {self.counts(states, stopping)}", flush=True)
             return
         cells = {(self.row(config), config.seed): self.cell(state) for config, state in zip(self.configs, states, strict=True)}
-        width, name = shutil.get_terminal_size().columns, max(map(len, self.rows))
+        (width, height), name = shutil.get_terminal_size(), max(map(len, self.rows))
         shown = self.columns[:max(1, (width - name - 1) // 10)]
         lines = [self.title, ' ' * name + ''.join(f"{f's{seed}':>10}" for seed in shown)]
         lines += [f'{row:<{name}}' + ''.join(f'{cells.get((row, seed), ""):>10}' for seed in shown) for row in self.rows]
-        lines += [self.counts(states, stopping)]
+        lines = [*lines, self.counts(states, stopping)][-max(1, height - 1):]  # what scrolled off could not be redrawn
         up = f'\x1b[{self.height}A' if self.height else ''
         print(up + ''.join(f'\x1b[2K{line[:width - 1]}\n' for line in lines), end='', flush=True)
         self.height = len(lines)
@@ -463,7 +463,7 @@ def main():
     plan = {'command': command, 'match': config.match, 'baseline': config.base, 'jobs': config.jobs}
 
     def train(configs, title):
-        return run_all(configs, data.fingerprint, config.processes, config.jobs, f'{title} ({folder})')
+        return run_all(configs, data.fingerprint, config.n_gpus, config.jobs, f'{title} ({folder})')
 
     if config.match == 'time':
         plan['step_times'] = times = step_times(variants, folder, train)

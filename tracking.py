@@ -78,6 +78,17 @@ def start_wandb(mode, say, **options):
         return None
 
 
+def last_record(path):
+    """ the last whole record of a metrics.jsonl, {} when there is none """
+    if os.path.exists(path):
+        with open(path, 'rb') as file:
+            file.seek(max(0, os.path.getsize(path) - 2**18))  # more than a record
+            for line in reversed(file.read().splitlines()):
+                with contextlib.suppress(ValueError):
+                    return json.loads(line)
+    return {}
+
+
 class Tracker:
     """
     One run's log, on rank 0; with active=False it does nothing (the other ranks).
