@@ -144,8 +144,9 @@ def run_config(variant, folder, seed, label=''):
 
 def make_variants(config, vocab_size):
     """ {ffn: TrainConfig}: equal in everything but the FFN and its width """
-    # curves need points: at least eight evaluations
-    base = train_config(config, vocab_size=vocab_size, eval_interval=max(1, min(config.eval_interval, config.max_iters // 8)))
+    # curves need points: eight evaluations, unless these would read more tokens than training does
+    interval = max(1, config.max_iters // 8, config.eval_tokens // (config.batch_size * config.block_size))
+    base = train_config(config, vocab_size=vocab_size, eval_interval=min(config.eval_interval, interval))
     return {ffn: replace(base, ffn=ffn, intermediate_size=matched_width(replace(base, ffn=ffn), config.match, config.width_multiple))
             for ffn in config.ffn_names}
 

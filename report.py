@@ -184,6 +184,10 @@ def number(value, digits=4):
     return '' if value is None else f'{value:,.{digits}f}'
 
 
+def p_value(p):
+    return '<0.0001' if p is not None and p < 1e-4 else number(p)
+
+
 def percent(value):
     return '0' if value == 0 else f'{100 * value:+.3g}%'
 
@@ -306,8 +310,8 @@ def describe_runs(results):
         losses = ['' if seed not in row['losses'] else number(row['losses'][seed]) if math.isfinite(row['losses'][seed]) else 'diverged'
                   for seed in results['seeds']]
         pair = row['paired'] or {}
-        rows.append([ffn, *losses, number(row['sd']), *(number(pair.get(key), digits) for key, digits in (
-            ('sd', 4), ('rho', 2), ('p', 4), ('p_welch', 4), ('p_holm', 4), ('p_tie', 4)))])
+        rows.append([ffn, *losses, number(row['sd']), number(pair.get('sd')), number(pair.get('rho'), 2),
+                     *(p_value(pair.get(key)) for key in ('p', 'p_welch', 'p_holm', 'p_tie'))])
     stderr = mean(row['val_stderr'] for row in results['ffns'].values())
     return [md_table([['FFN', *(f's{seed}' for seed in results['seeds']), 'sd', 'sd of Δ', 'ρ', 'p', 'p Welch', 'p Holm', 'p tie'], *rows]),
             f"ρ: correlation with {results['baseline']} over the seeds. p: of no difference, paired, and by Welch's unpaired test; p tie: "

@@ -167,7 +167,7 @@ def test_results_are_those_of_the_runs(compared):
         assert list(row['losses'].values()) == losses[ffn] and row['mean'] == pytest.approx(sum(losses[ffn]) / 3)
         assert row['params'] == run['total']['params'] and row['flops'] == run['total']['flops']
         assert row['width'] == (192 if ffn == 'gelu' else 128) and row['mismatch']['excess'] == 0
-        assert row['curves']['iter'] == list(range(0, 21, 2)) and row['curves']['losses']['1337'][-1] == losses[ffn][0]
+        assert row['curves']['iter'] == list(range(0, 21, 4)) and row['curves']['losses']['1337'][-1] == losses[ffn][0]
         assert row['shares']['FLOPs']['ffn'] == pytest.approx(sum(part['flop_share'] for part in run['components'] if part['name'].startswith('ffn.')))
         for shares in row['shares'].values():
             assert list(shares) == list(GROUPS) and sum(shares.values()) == pytest.approx(1)
@@ -294,13 +294,13 @@ def test_equal_time(script, tiny_data, tmp_path):
 
 
 def test_tuned(script, tiny_data, tmp_path):
-    compare(script, tiny_data, '--ffns=gelu,swiglu', '--n_seeds=1', '--tune_lr=0.25,1,4', '--max_iters=6')
+    compare(script, tiny_data, '--ffns=gelu,swiglu', '--n_seeds=1', '--tune_lr=0.1,1,10', '--learning_rate=0.02', '--max_iters=6')
     results = json.loads((tmp_path / 'out/compare/c/results.json').read_text())
     assert results['recipe'] == 'tuned'
     for ffn, grid in results['plan']['tuning'].items():
         losses = {float(multiple): loss for multiple, loss in grid.items()}
         best, ordered = min(losses, key=losses.get), sorted(losses)
-        assert ordered[0] < best < ordered[-1] and results['ffns'][ffn]['learning_rate'] == pytest.approx(0.01 * best)
+        assert ordered[0] < best < ordered[-1] and results['ffns'][ffn]['learning_rate'] == pytest.approx(0.02 * best)
         run = tmp_path / f'out/compare/c/tuning/{ffn}-lr{best:g}-s1001337/summary.json'
         assert json.loads(run.read_text())['val_loss'] == losses[best]
     assert 'tuned' in (tmp_path / 'out/compare/c/report.md').read_text()
