@@ -18,8 +18,8 @@ from data.writer import replacing
 # Settings that may differ when a run is continued: they do not change what is computed, only how far, how often or where.
 # (max_iters stretches the schedule unless lr_decay_iters is given. The dataset is compared by content, not by name.)
 MAY_CHANGE = {'out_dir', 'init_from', 'dataset', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_only', 'target_loss',
-              'log_interval', 'checkpoint_interval', 'keep_checkpoints', 'micro_batch_size', 'device', 'compile',
-              'wandb', 'wandb_project', 'wandb_name', 'wandb_group', 'wandb_tags'}
+              'log_interval', 'checkpoint_interval', 'keep_checkpoints', 'micro_batch_size', 'loss_chunks', 'device', 'compile',
+              'cuda_graph', 'wandb', 'wandb_project', 'wandb_name', 'wandb_group', 'wandb_tags'}
 
 
 class InUse(UserError):

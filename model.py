@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from configurator import UserError, configure, require
 
@@ -125,9 +126,10 @@ class GPTConfig:
     dropout: float = 0.0  # on embeddings, attention weights and both branches of a block
     init: Literal['fan_in', 'gpt2'] = 'fan_in'  # std 1/sqrt(inputs), or 0.02 as GPT-2; 0.02 starves gated FFNs at small width
     zero_init: bool = True  # attention and FFN output projections, and an untied head, start at zero
+    loss_chunks: int = 1  # pieces in which logits and loss are computed when training; more need less memory, and one more product
 
     def __post_init__(self):
-        for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'multiple_of'):
+        for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'multiple_of', 'loss_chunks'):
             require(self, getattr(self, key) >= 1, key, "at least 1")
         for key in ('vocab_size', 'intermediate_size', 'n_kv_head', 'head_dim'):
             require(self, getattr(self, key) >= 0, key, "at least 1, or 0 for the default")
@@ -157,15 +159,39 @@ class GPTConfig:
         return self.intermediate_size or ffn_width(self.n_embd, FFNS[self.ffn][1], self.multiple_of)
 
 
+class RMSNorm(nn.Module):
+    """ x / rms(x) * weight (Zhang & Sennrich 2019, arXiv 1910.07467); eps is that of GPT-2 and Llama, as in the layernorm here """
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-5)
+
+
 def make_norm(config):
-    # eps is Llama's for both (GPT-2's 1e-5)
-    return nn.RMSNorm(config.n_embd, eps=1e-5) if config.norm == 'rmsnorm' else nn.LayerNorm(config.n_embd, bias=config.bias)
+    return RMSNorm(config.n_embd) if config.norm == 'rmsnorm' else nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
 def rotate(x, cos, sin):
     """ rotary position embedding in the half-split form of GPT-NeoX and Llama: pairs are (i, i + hd/2) """
     x1, x2 = x.chunk(2, dim=-1)  # (B, T, heads, hd/2) each
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+# On a CPU torch's attention gains nothing from bfloat16 (its backward pass is slower than in float32); up to about this context
+# plain matrix products take half its time
+PLAIN_ATTENTION = 512
+
+
+def plain_attention(q, k, v, dropout):
+    """ causal attention, q (B, nh, T, hd), k and v (B, nkv, T, hd), written out """
+    B, nh, T, hd = q.shape
+    k, v = (z.repeat_interleave(nh // z.size(1), dim=1) if z.size(1) < nh else z for z in (k, v))
+    mask = torch.full((T, T), -torch.inf, dtype=q.dtype).triu_(1)
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=hd ** -0.5)  # (B * nh, T, T)
+    return (F.dropout(scores.softmax(-1), dropout) @ v.flatten(0, 1)).view(B, nh, T, hd)
 
 
 class Attention(nn.Module):
@@ -177,8 +203,8 @@ class Attention(nn.Module):
         # queries, keys and values are one matrix
         self.qkv_proj = nn.Linear(config.n_embd, sum(self.heads) * self.head_dim, bias=config.bias or config.qkv_bias)
         self.o_proj = nn.Linear(config.n_head * self.head_dim, config.n_embd, bias=config.bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rope=None, cache=None):
         B, T, _ = x.size()
@@ -188,10 +214,14 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh or nkv, T, hd)
         if cache is not None:
-            k, v = cache.append(k, v)  # (B, nkv, all so far, hd)
+            k, v, mask = cache.append(k, v)  # (B, nkv, all so far, hd)
         # the causal mask is for the whole window at once; a single new token sees all that came before
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0,
-                                           enable_gqa=self.heads[0] != self.heads[1])
+        dropout = self.dropout if self.training else 0.0
+        if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and cache is None and T < PLAIN_ATTENTION:
+            y = plain_attention(q, k, v, dropout)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if cache is None else mask, is_causal=T > 1, dropout_p=dropout,
+                                               enable_gqa=self.heads[0] != self.heads[1])
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
 
 
@@ -240,13 +270,15 @@ class GPT(nn.Module):
     def features(self, idx, caches=None):
         """ idx (B, T) -> what the head reads, (B, T, C). With caches, idx continues what they hold. """
         T = idx.size(1)
-        start = caches[0].length if caches else 0
-        assert start + T <= self.config.block_size, f"{start + T} tokens do not fit block_size {self.config.block_size}"
+        assert T <= self.config.block_size, f"{T} tokens do not fit block_size {self.config.block_size}"
+        at = caches[0].positions(T) if caches else slice(0, T)
         x, rope = self.wte(idx), None  # (B, T, C)
         if self.config.position == 'learned':
-            x = x + self.wpe.weight[start:start + T]
+            x = x + self.wpe.weight[at]
         else:
-            rope = self.rope_cos[start:start + T], self.rope_sin[start:start + T]
+            rope = self.rope_cos[at], self.rope_sin[at]
+        if x.is_cuda and torch.is_autocast_enabled('cuda') and torch.get_autocast_dtype('cuda') == torch.bfloat16:
+            x = x.bfloat16()  # half the memory traffic of the residual stream; on a CPU it gained nothing
         x = self.dropout(x)
         for i, block in enumerate(self.h):
             x = block(x, rope, caches[i] if caches else None)
@@ -254,11 +286,23 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction='mean'):
         """ idx, targets (B, T) -> logits (B, T, V) and the cross entropy in nats (None without targets; -1 is no target) """
-        logits = self.lm_head(self.features(idx))
+        x = self.features(idx)
+        if self.training and self.config.loss_chunks > 1:
+            return None, self.chunked_loss(x, targets)
+        logits = self.lm_head(x)
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction=reduction)
         return logits, loss
+
+
+    def chunked_loss(self, x, targets):
+        """ the mean cross entropy of forward(), piece by piece: the logits of a piece are dropped, and made again in the backward pass """
+        def piece(x, targets):
+            return F.cross_entropy(self.lm_head(x).float(), targets, ignore_index=-1, reduction='sum')
+
+        pieces = zip(x.flatten(0, 1).chunk(self.config.loss_chunks), targets.flatten().chunk(self.config.loss_chunks), strict=True)
+        return sum(checkpoint(piece, *args, use_reentrant=False) for args in pieces) / (targets != -1).sum()
 
 
 # -----------------------------------------------------------------------------
@@ -435,22 +479,65 @@ def ffn_health(model, idx):
 
 
 class KVCache:
-    """ keys and values of one layer for up to block_size tokens """
+    """
+    Keys and values of one layer for up to block_size tokens. Once `pos` is set, a tensor with the position of the next token that all
+    layers share, each call takes one token and has the same shapes and addresses, as a CUDA graph needs.
+    """
 
     def __init__(self, config, batch_size, device, dtype):
         shape = (batch_size, config.kv_heads, config.block_size, config.head_width)
         self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
+        self.length, self.pos = 0, None
+
+    def positions(self, T):
+        """ of the next T tokens """
+        if self.pos is not None:
+            return self.pos
+        assert self.length + T <= self.k.size(2), f"{self.length + T} tokens do not fit block_size {self.k.size(2)}"
+        return slice(self.length, self.length + T)
 
     def append(self, k, v):
-        """ k, v (B, nkv, T, hd) of the next T tokens -> those of all tokens so far """
+        """ k, v (B, nkv, T, hd) of the next T tokens -> those of all tokens so far, and which of them are to be seen (None: all) """
+        if self.pos is not None:
+            self.k.index_copy_(2, self.pos, k)
+            self.v.index_copy_(2, self.pos, v)
+            return self.k, self.v, (torch.arange(self.k.size(2), device=k.device) <= self.pos)[None]
         start, self.length = self.length, self.length + k.size(2)
         self.k[:, :, start:self.length], self.v[:, :, start:self.length] = k, v
-        return self.k[:, :, :self.length], self.v[:, :, :self.length]
+        return self.k[:, :, :self.length], self.v[:, :, :self.length], None
 
 
-@torch.inference_mode()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vocab_size=0, generator=None):
+def fixed_step(model, caches, idx, graph):
+    """
+    -> a function of the next token's idx (B, 1) that gives its features (B, 1, C), in steps that are all alike; on a GPU (graph=True)
+    one CUDA graph, because there launching the kernels one by one takes longer than they do.
+    """
+    pos = torch.tensor([caches[0].length], device=idx.device)
+    for cache in caches:
+        cache.pos = pos
+    idx = idx.clone()
+    if graph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # once outside: what is set up on first use cannot be captured
+            model.features(idx, caches)
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out = model.features(idx, caches)
+
+    def step(next_idx):
+        idx.copy_(next_idx)
+        if graph:
+            captured.replay()
+        x = out.clone() if graph else model.features(idx, caches)
+        pos.add_(1)
+        return x
+    return step
+
+
+@torch.no_grad()  # not inference_mode, under which autocast would cast every weight anew for each token
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vocab_size=0, generator=None, fixed_shapes=False):
     """
     Yields max_new_tokens tensors (B, 1), the continuation of idx (B, T), one position at a time.
 
@@ -458,10 +545,11 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vo
     least that much probability together (Holtzman et al. 2019). Ids from vocab_size up (padding) are never sampled.
     Up to block_size tokens each step computes one position and reads the others from a cache, with the same result as
     recomputation; past it the window slides, every position changes, and each step recomputes the last block_size tokens.
+    fixed_shapes: let every cached step have the same shapes, as on a GPU, where it is one CUDA graph.
     """
     model.eval()
     config = model.config
-    caches = None
+    caches = step = None
     for _ in range(max_new_tokens):
         if idx.size(1) > config.block_size:
             x = model.features(idx[:, -config.block_size:])
@@ -469,8 +557,10 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vo
             dtype = torch.get_autocast_dtype(idx.device.type) if torch.is_autocast_enabled(idx.device.type) else model.wte.weight.dtype
             caches = [KVCache(config, idx.size(0), idx.device, dtype) for _ in range(config.n_layer)]
             x = model.features(idx, caches)
+            if fixed_shapes or idx.is_cuda:
+                step = fixed_step(model, caches, idx[:, -1:], graph=idx.is_cuda)
         else:
-            x = model.features(idx[:, -1:], caches)
+            x = step(idx[:, -1:]) if step else model.features(idx[:, -1:], caches)
         logits = model.lm_head(x[:, -1]).float()  # (B, V)
         if vocab_size:
             logits[:, vocab_size:] = -torch.inf

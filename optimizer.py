@@ -27,19 +27,41 @@ def learning_rate(it, config):
     return config.min_lr + height * (config.learning_rate - config.min_lr)
 
 
-def configure_optimizers(model, config, device):
+def configure_optimizers(model, config, device, dtype=torch.float32):
     """ -> list of optimizers: Muon for the blocks' matrices (if asked), AdamW for the rest; decay on matrices only """
     named = list(model.named_parameters())
     is_muon = {name: config.optimizer == 'muon' and name.startswith('h.') and p.dim() == 2 for name, p in named}
     groups = [{'params': [p for name, p in named if p.dim() >= 2 and not is_muon[name]], 'weight_decay': config.weight_decay},
               {'params': [p for name, p in named if p.dim() < 2], 'weight_decay': 0.0}]
     optimizers = [torch.optim.AdamW([group for group in groups if group['params']], lr=config.learning_rate,
-                                    betas=(config.beta1, config.beta2), fused=device.type in ('cpu', 'cuda'))]
+                                    betas=(config.beta1, config.beta2), fused=device.type in ('cpu', 'cuda'),
+                                    capturable=device.type == 'cuda')]
     if config.optimizer == 'muon':
         rows = [[part.size(0) for _, part in split_parts(name, p, config)] for name, p in named if is_muon[name]]
         optimizers.append(Muon([p for name, p in named if is_muon[name]], rows, lr=config.learning_rate,
-                               weight_decay=config.weight_decay, momentum=config.muon_momentum))
+                               weight_decay=config.weight_decay, momentum=config.muon_momentum,
+                               dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32))
     return optimizers
+
+
+def load_optimizers(optimizers, saved, device):
+    """ the state of another process, which may have been on another device """
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            if 'capturable' in group:
+                group['capturable'] = device.type == 'cuda'
+
+
+def set_learning_rate(optimizers, lr, device):
+    """ on a GPU in a tensor that stays where it is, which a CUDA graph reads anew at each replay """
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if device.type != 'cuda':
+            group['lr'] = lr
+        elif isinstance(group['lr'], torch.Tensor) and group['lr'].device == device:
+            group['lr'].fill_(lr)
+        else:  # the first time, or from a checkpoint
+            group['lr'] = torch.tensor(lr, device=device)
 
 
 def orthogonalize(m, steps=5):
@@ -60,13 +82,15 @@ class Muon(torch.optim.Optimizer):
     alone, 170 ms for one 512 x 192 matrix on a CPU that has none in hardware (float32: 6 ms); it goes through the matrices one
     by one; and it would orthogonalize the parts of a fused matrix together.
 
-    params: matrices. rows: for each the row counts of the parts that are orthogonalized apart.
+    params: matrices. rows: for each the row counts of the parts that are orthogonalized apart. dtype: of the iteration, for which
+    bfloat16 is enough where there is hardware for it.
     The step of a part is lr * 0.2 * sqrt(larger side) * orthogonalize(Nesterov momentum), which has the root mean square of an
     AdamW step (Moonshot 2025, arXiv 2502.16982), so that both optimizers share learning rate and weight decay.
     """
 
-    def __init__(self, params, rows, lr, weight_decay, momentum):
+    def __init__(self, params, rows, lr, weight_decay, momentum, dtype=torch.float32):
         super().__init__([{'params': params, 'rows': rows}], {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self):
@@ -84,8 +108,7 @@ class Muon(torch.optim.Optimizer):
                     parts.setdefault(weights.shape, []).append((weights, part))
             for shape, pairs in parts.items():
                 stacked = torch.stack([update for _, update in pairs])  # (parts, rows, columns)
-                # bfloat16 is enough for the iteration, and fast where there is hardware for it
-                updates = orthogonalize(stacked.bfloat16() if stacked.is_cuda else stacked)
+                updates = orthogonalize(stacked.to(self.dtype))
                 for (weights, _), update in zip(pairs, updates, strict=True):
                     weights.mul_(1 - group['lr'] * group['weight_decay'])
-                    weights.add_(update, alpha=-group['lr'] * 0.2 * math.sqrt(max(shape)))
+                    weights.sub_(update * (group['lr'] * 0.2 * math.sqrt(max(shape))))

@@ -8,6 +8,7 @@ Train a GPT and log what its feed-forward layer costs and achieves.
 The same command again continues the run, or says that it is finished.
 """
 
+import gc
 import math
 import os
 import signal
@@ -24,12 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import autocast, choose_device, describe_machine, peak_flops, peak_memory
+from machine import StepGraph, autocast, choose_device, describe_machine, peak_flops, peak_memory
 from model import GPT, GPTConfig, component_of, components, ffn_health, split_parts, table, totals
-from optimizer import configure_optimizers, learning_rate
+from optimizer import configure_optimizers, learning_rate, load_optimizers, set_learning_rate
 from tracking import Tracker, one_line, read_json
 
-MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch
+MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch on a CPU
+SMALL_MODEL = 30e6  # parameters below which a GPU waits for its kernels to be launched
 HEALTH_TOKENS = 2**12  # validation tokens that the FFN diagnostics see
 EVAL_BATCH_TOKENS = 2**13  # of a batch in evaluation; a constant, so that the loss does not depend on how training is cut up
 
@@ -71,6 +73,7 @@ class TrainConfig(GPTConfig):
     device: str = 'auto'  # cpu, cuda, cuda:N, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights are float32
     compile: Literal['auto', True, False] = 'auto'  # torch.compile (auto = on CUDA)
+    cuda_graph: Literal['auto', True, False] = 'auto'  # a whole step as one CUDA graph (auto = on CUDA, for small models without dropout)
     # wandb
     wandb: Literal['auto', 'online', 'offline', 'disabled'] = 'auto'  # auto = online where a key is configured, else offline
     wandb_project: str = 'nanoffn'  # wandb project
@@ -96,17 +99,89 @@ class TrainConfig(GPTConfig):
 
 def choose_micro_batch_size(config, share):
     """ sequences per forward pass, for a process whose share of the batch is that many sequences """
-    fits = [n for n in range(1, share + 1) if share % n == 0 and (n == 1 or n * config.block_size <= MICRO_BATCH_TOKENS)]
+    fits = [n for n in divisors(share) if n == 1 or n * config.block_size <= MICRO_BATCH_TOKENS]
     return config.micro_batch_size or max(fits)
 
 
-def gradient_norms(model):
-    """ {component: norm of its gradient}, as tensors; the squares add up to the square of the whole norm """
+def divisors(n):
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def largest_that_fits(share, attempt, say=print):
+    """ the largest divisor n of share for which attempt(n) does not raise torch.OutOfMemoryError """
+    for n in reversed(divisors(share)):
+        try:
+            attempt(n)
+            return n
+        except torch.OutOfMemoryError:
+            say(f"micro-batches of {n} sequences do not fit into memory")
+    raise torch.OutOfMemoryError
+
+
+def fit_micro_batch(model, config, share, device, dtype, say):
+    """ the largest micro-batch that fits into the GPU's memory, found by trying; the gradients are left as they were: none """
+    # what will be there besides: the optimizer's two averages, DDP's buckets
+    reserve = torch.empty(3 * sum(p.numel() for p in model.parameters()), device=device)
+
+    def attempt(n):
+        try:
+            idx = torch.zeros(n, config.block_size, dtype=torch.long, device=device)
+            with autocast(device, dtype):
+                model(idx, idx)[1].backward()
+        finally:
+            model.zero_grad(set_to_none=True)
+
+    micro = largest_that_fits(share, attempt, say)
+    del reserve
+    torch.cuda.empty_cache()
+    if dist.is_initialized():  # the same everywhere
+        smallest = torch.tensor(micro, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        micro = int(smallest)
+    return micro
+
+
+def accumulate(ddp, batches, n, scaler, device, dtype):
+    """ the gradient of the mean loss over the n micro-batches (x, y), scaled by scaler, into p.grad; -> that loss, on the device """
+    loss = torch.zeros((), device=device)
+    for j, (x, y) in enumerate(batches):
+        with ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and j < n - 1 else nullcontext():
+            with autocast(device, dtype):
+                micro_loss = ddp(x, y)[1] / n
+            scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+    return loss
+
+
+def update(model, optimizers, scaler, grad_clip):
+    """ clip the gradients, step, and drop them; -> the norm before clipping, on the device """
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)  # clipping needs the true gradient
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return norm
+
+
+def use_step_graph(config, device, world_size, micro_batches, scaler):
+    """ whether a step is one CUDA graph: small models on one GPU, where a step is one micro-batch and has nothing random in it """
+    possible = device.type == 'cuda' and world_size == micro_batches == 1 and not config.dropout and not scaler.is_enabled()
+    if config.cuda_graph == 'auto':
+        return possible and totals(components(config))['params'] < SMALL_MODEL
+    if config.cuda_graph and not possible:
+        raise UserError("cuda_graph = True: needs one CUDA device, one micro-batch per step, no dropout, and not float16")
+    return config.cuda_graph
+
+
+def gradient_norms(model, scale=1.0):
+    """ {component: norm of its gradient / scale}, as tensors; the squares add up to the square of the whole norm """
     squares = {}
     for name, p in model.named_parameters():
         for part, grad in split_parts(name, p.grad, model.config):
             squares.setdefault(component_of(part), []).append(grad.float().square().sum())
-    return {component: torch.stack(values).sum().sqrt() for component, values in squares.items()}
+    return {component: torch.stack(values).sum().sqrt() / scale for component, values in squares.items()}
 
 
 @torch.no_grad()
@@ -182,11 +257,6 @@ def main():
         raise UserError(f"vocab_size = {config.vocab_size}: dataset {config.dataset} has {data.meta['vocab_size']} token ids")
     config = replace(config, vocab_size=config.vocab_size or data.meta['vocab_size'])
 
-    # how a batch is cut up: into micro-batches, dealt out to the processes in turn
-    share = B // world_size
-    micro = choose_micro_batch_size(config, share)
-    micro_batches = range(rank, B // micro, world_size)
-
     # what to start from; rank 0 holds the run directory until its process ends
     settings = {**asdict(config), 'data': data.fingerprint}
     finished, path, state = False, None, None
@@ -207,6 +277,12 @@ def main():
     model = GPT(config, config.seed).to(device)
     if state:
         model.load_state_dict(state['model'])
+    # how a batch is cut up: into micro-batches, dealt out to the processes in turn
+    share = B // world_size
+    micro = choose_micro_batch_size(config, share)
+    if device.type == 'cuda' and not config.micro_batch_size and not config.eval_only:
+        micro = fit_micro_batch(model, config, share, device, dtype, print if rank == 0 else lambda line: None)
+    micro_batches = range(rank, B // micro, world_size)
     if compiled:
         model.compile(dynamic=False)  # in place: the state dict keeps its names
     if config.eval_only:
@@ -214,18 +290,21 @@ def main():
         if rank == 0:
             print(f"{path}: {describe_val(val)}")
         return
-    optimizers = configure_optimizers(model, config, device)
+    optimizers = configure_optimizers(model, config, device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     start_iter, seconds, best_val, val = 0, 0.0, math.inf, None
     if state:
         start_iter, seconds, best_val, val = state['iter'], state['seconds'], state['best_val'], state['val']
-        for optimizer, saved in zip(optimizers, state['optimizers'], strict=True):
-            optimizer.load_state_dict(saved)
+        load_optimizers(optimizers, state['optimizers'], device)
         scaler.load_state_dict(state['scaler'])
         state = None  # frees its memory
     ddp = model
     if world_size > 1:
         ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == 'cuda' else None, gradient_as_bucket_view=True)
+
+    # tokens that fit into a tenth of what is free on the GPU live there
+    if device.type == 'cuda' and data.tokens['train'].nbytes < torch.cuda.mem_get_info(device)[0] / 10:
+        data.keep_on(device)
 
     # say and log what this run is
     cost = totals(components(config))
@@ -243,6 +322,16 @@ def main():
     tracker.say(f"machine  {device} ({machine['device_name']}), {machine['dtype']}, {'compiled' if compiled else 'eager'}")
     tracker.say(f"run      {config.out_dir}, {f'continued from iter {start_iter}' if path else 'from scratch'}; "
                 f"saved every {config.checkpoint_interval or config.eval_interval} steps and at the end")
+
+    def load(it):
+        """ this process's micro-batches of step `it`, on the device """
+        for j in micro_batches:
+            x, y = data.batch(range(j * micro, (j + 1) * micro), it, B, config.seed)
+            if device.type == 'cuda' and not x.is_cuda:
+                x, y = x.pin_memory(), y.pin_memory()
+            if config.dropout:
+                torch.manual_seed(((config.seed << 40) + (it << 16) + j) % 2**63)  # the same masks in a resumed run
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     mark, window, window_iters = time.perf_counter(), 0.0, 0  # seconds and steps since the last line, evaluation left out
 
@@ -269,10 +358,17 @@ def main():
                 'config': settings, 'tokenizer': data.meta['tokenizer'], 'world_size': world_size, 'versions': machine['versions'],
             }, config.keep_checkpoints, is_best)
 
+    step_graph = None
+    if use_step_graph(config, device, world_size, len(micro_batches), scaler):
+        step_graph = StepGraph(lambda x, y: (accumulate(model, [(x, y)], 1, scaler, device, dtype),
+                                             update(model, optimizers, scaler, config.grad_clip)))
+
     # the loop goes round once more than there are steps: evaluate, save, then leave or take a step
     stop, norms = False, {}
     norm, bad_iter, skipped = (torch.full((), value, device=device) for value in (0.0, -1, 0))  # stay on the device between lines
     ddp.train()
+    gc.collect()
+    gc.freeze()  # what lives until the end need not be looked at again and again
     for it in range(start_iter, max(start_iter, config.max_iters) + 1):
         last = it >= config.max_iters
         evaluating = (last or it % config.eval_interval == 0) and not (val and val['iter'] == it)
@@ -307,34 +403,19 @@ def main():
 
         # one optimizer step
         lr = learning_rate(it, config)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group['lr'] = lr
-        loss = torch.zeros((), device=device)
-        for j in micro_batches:
-            x, y = data.batch(range(j * micro, (j + 1) * micro), it, B, config.seed)
-            if device.type == 'cuda':
-                x, y = x.pin_memory(), y.pin_memory()
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-            if config.dropout:
-                torch.manual_seed(((config.seed << 40) + (it << 16) + j) % 2**63)  # the same masks in a resumed run
-            with ddp.no_sync() if world_size > 1 and j != micro_batches[-1] else nullcontext():
-                with autocast(device, dtype):
-                    micro_loss = ddp(x, y)[1] / len(micro_batches)
-                scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)  # clipping needs the true gradient
+        set_learning_rate(optimizers, lr, device)
         if it + 1 == config.max_iters or (it + 1) % config.eval_interval == 0:
-            norms = gradient_norms(model)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            loss = accumulate(ddp, load(it), len(micro_batches), scaler, device, dtype)
+            norms = gradient_norms(model, scaler.get_scale())
+            norm = update(model, optimizers, scaler, config.grad_clip)
+        elif step_graph:
+            loss, norm = step_graph(*next(load(it)))
+        else:
+            loss = accumulate(ddp, load(it), len(micro_batches), scaler, device, dtype)
+            norm = update(model, optimizers, scaler, config.grad_clip)
         bad = ~loss.isfinite() if scaler.is_enabled() else ~(loss.isfinite() & norm.isfinite())
         bad_iter = torch.where((bad_iter < 0) & bad, it, bad_iter)
         skipped += ~norm.isfinite()  # with float16 the scaler skips such a step
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        scaler.update()
         window_iters += 1
 
         # look at the numbers, which waits for the device: every step on a CPU, else every log_interval

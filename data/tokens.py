@@ -56,7 +56,7 @@ class Dataset:
     """
 
     def __init__(self, name, block_size):
-        self.name, self.block_size, self.tokens = name, block_size, {}
+        self.name, self.block_size, self.tokens, self.resident = name, block_size, {}, None
         folder = folder_of(name)
         path = os.path.join(folder, 'meta.json')
         self.meta = read_meta(path)
@@ -99,7 +99,13 @@ class Dataset:
             epoch, i = divmod(step * batch_size + row, n)
             phase, order = epoch_order(seed, epoch, n, len(tokens) - 1 - n * T)
             starts.append(phase + order[i] * T)
-        return gather(tokens, starts, T)
+        return gather(tokens, starts, T) if self.resident is None else gather_resident(self.resident, starts, T)
+
+    def keep_on(self, device):
+        """ hold the training tokens on the device, so that making a batch there is one gather """
+        tokens = self.tokens['train']
+        # torch does little with unsigned integers: the same bits as signed ones, until they are gathered
+        self.resident = torch.from_numpy(np.array(tokens.view(tokens.dtype.name.removeprefix('u')))).to(device)
 
     def eval_windows(self, eval_tokens):
         """
@@ -131,6 +137,14 @@ def epoch_order(seed, epoch, n_windows, spare):
     """ phase (0 .. spare) and the order of an epoch's windows """
     rng = np.random.default_rng([seed, epoch])
     return int(rng.integers(spare + 1)), rng.permutation(n_windows)
+
+
+def gather_resident(tokens, starts, T):
+    """ the same where tokens are on the device, as int16 or int32 """
+    starts = torch.tensor(starts)
+    starts = starts.pin_memory().to(tokens.device, non_blocking=True) if tokens.is_cuda else starts
+    x = tokens[starts[:, None] + torch.arange(T + 1, device=tokens.device)].long() & (2 ** (8 * tokens.element_size()) - 1)
+    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
 
 def gather(tokens, starts, T):

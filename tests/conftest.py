@@ -22,7 +22,7 @@ from data.writer import write_dataset
 ROOT = Path(__file__).resolve().parents[1]
 # wide enough for 8/3 * 48 = 128 to be exact, small enough for a step in milliseconds
 TINY = ['--n_layer=2', '--n_head=2', '--n_embd=48', '--block_size=32', '--batch_size=8', '--max_iters=20', '--warmup_iters=2',
-        '--eval_interval=10', '--eval_tokens=1024', '--log_interval=1', '--device=cpu']
+        '--eval_interval=10', '--eval_tokens=1024', '--log_interval=1', '--device=cpu', '--dtype=float32']
 
 
 def environment(tmp_path, **extra):

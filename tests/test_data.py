@@ -51,6 +51,16 @@ def test_a_batch_is_a_pure_function_and_is_shared_out(counting):
     assert not torch.equal(whole, counting.batch(range(8), 4, 8, seed=2)[0])
 
 
+@pytest.mark.parametrize('vocab_size', [1000, 70_000])
+def test_tokens_on_the_device_are_the_same(tmp_path, vocab_size):
+    data = Dataset(write(tmp_path / 'd', np.arange(65_000, 66_000) if vocab_size > 2**16 else np.arange(1000), np.arange(333), vocab_size), block_size=16)
+    before = [data.batch(range(2, 6), step, 8, seed=1) for step in range(30)]
+    data.keep_on(torch.device('cpu'))
+    for (x, y), step in zip(before, range(30), strict=True):
+        again = data.batch(range(2, 6), step, 8, seed=1)
+        assert torch.equal(x, again[0]) and torch.equal(y, again[1]) and again[0].dtype == torch.int64
+
+
 @pytest.mark.parametrize('n', [17, 18, 32, 33, 40, 333])
 def test_the_whole_split_is_evaluated_once(tmp_path, n):
     data = Dataset(write(tmp_path / 'd', np.arange(100), np.arange(n), vocab_size=1000), block_size=16)

@@ -10,12 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import UserError, parse
-from machine import choose_device
+from machine import autocast, choose_device, cpu_has_bf16
 from model import (
     FFNS,
     GPT,
     GPTConfig,
     KVCache,
+    RMSNorm,
     component_of,
     components,
     ffn_health,
@@ -397,12 +398,12 @@ def test_cache_equals_recomputation(ffn, shape):
     """ greedy tokens, within the window and past it """
     config = replace(SMALL, ffn=ffn, **shape)
     model, idx = GPT(config).eval(), tokens(config, B=2, T=4)
-    cached = torch.cat([idx, *generate(model, idx, 20, temperature=0)], 1)
+    cached, fixed = (torch.cat([idx, *generate(model, idx, 20, temperature=0, fixed_shapes=fixed)], 1) for fixed in (False, True))
     slow = idx
     with torch.no_grad():
         for _ in range(20):
             slow = torch.cat((slow, model(slow[:, -config.block_size:])[0][:, -1].argmax(-1, keepdim=True)), 1)
-    assert torch.equal(cached, slow)
+    assert torch.equal(cached, slow) and torch.equal(fixed, slow)
     assert len(cached[0].unique()) > 2
 
 
@@ -452,19 +453,22 @@ def test_damaged_weights_do_not_sample():
 
 
 def test_choose_device():
-    assert choose_device('cpu') == (torch.device('cpu'), torch.float32)
+    assert choose_device('cpu') == (torch.device('cpu'), torch.bfloat16 if cpu_has_bf16() else torch.float32)
     assert choose_device('cpu', 'bfloat16')[1] == torch.bfloat16
     for name in ('gpu', 'cuda:99', 'meta', 'cpu:x'):
         with pytest.raises(UserError, match='device'):
             choose_device(name)
 
 
-def test_compiled_equals_eager():
-    config = replace(SMALL, n_layer=1)
+# compiling takes seconds: the others with pytest -m slow
+@pytest.mark.parametrize('ffn', [pytest.param(ffn, marks=[] if ffn in ('swish', 'swiglu') else pytest.mark.slow) for ffn in FFNS])
+def test_compiled_equals_eager(ffn):
+    """ losses over 20 steps; nothing is compiled again after the first """
+    config = replace(SMALL, ffn=ffn, n_layer=1)
     eager, compiled = GPT(config), GPT(config)
     compiled.compile(dynamic=False)
-    idx = tokens(config)
-    for _ in range(3):
+    for it in range(20):
+        idx = tokens(config, seed=it)
         losses = []
         for model in (eager, compiled):
             _, loss = model(idx, idx)
@@ -475,4 +479,50 @@ def test_compiled_equals_eager():
                     p.grad = None
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+        if it == 0:
+            torch._dynamo.utils.counters.clear()
+    assert not torch._dynamo.utils.counters['stats'] and not torch._dynamo.utils.counters['frames']
     assert compiled.state_dict().keys() == eager.state_dict().keys()  # no _orig_mod. in checkpoints
+
+
+# -----------------------------------------------------------------------------
+# fast paths give what the plain ones give
+
+
+@pytest.mark.parametrize('chunks', [2, 3, 7])
+def test_chunked_loss(chunks):
+    plain, pieces = GPT(SMALL), GPT(replace(SMALL, loss_chunks=chunks))
+    idx, targets = tokens(SMALL), tokens(SMALL, seed=1)
+    targets[0, :5] = -1
+    losses = [model(idx, targets)[1] for model in (plain, pieces)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6) and pieces(idx, targets)[0] is None
+    for p, q in zip(plain.parameters(), pieces.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-4)
+    pieces.eval()
+    assert pieces(idx, targets)[0].shape == (*idx.shape, SMALL.vocab_size)  # evaluation has its logits
+
+
+def test_rmsnorm_is_torchs():
+    ours, theirs = RMSNorm(24), torch.nn.RMSNorm(24, eps=1e-5)
+    weight, x = torch.randn(24), torch.randn(3, 5, 24)
+    for norm in (ours, theirs):
+        norm.weight.data.copy_(weight)
+    assert torch.equal(ours(x), theirs(x))
+    torch.testing.assert_close(ours(x.bfloat16()).float(), theirs(x), atol=0.05, rtol=0.02)
+
+
+@every_ffn
+def test_bfloat16_is_near_float32(ffn):
+    """ the loss, and the gradients that attention passes on in float32 """
+    model, idx = GPT(replace(SMALL, ffn=ffn, zero_init=False)), tokens(SMALL)
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with autocast(torch.device('cpu'), dtype):
+            loss = model(idx, idx)[1]
+        loss.backward()
+        losses[dtype] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+    (a, grad), (b, rough) = losses.values()
+    assert a == pytest.approx(b, abs=0.02) and (grad - rough).norm() < 0.03 * grad.norm()

@@ -14,7 +14,7 @@ from configurator import parse
 from machine import peak_flops
 from model import FFNS, GPT, GPTConfig, components, totals
 from optimizer import configure_optimizers, learning_rate
-from train import TrainConfig, gradient_norms
+from train import TrainConfig, gradient_norms, largest_that_fits
 
 
 def same_bits(a, b):
@@ -252,6 +252,28 @@ def test_unusable_settings(script, tiny_data, tmp_path):
     assert not (tmp_path / 'out').exists()
     error = script('train.py', *TINY, f'--dataset={tiny_data}', '--batch_size=9', ok=False, env={'WORLD_SIZE': '2'}).err
     assert 'error: batch_size = 9: must be a multiple of 2 processes' in error
+
+
+def test_largest_micro_batch_that_fits():
+    said, tried = [], []
+
+    def attempt(n):
+        tried.append(n)
+        if n > 12:
+            raise torch.OutOfMemoryError
+
+    assert largest_that_fits(48, attempt, said.append) == 12 and tried == [48, 24, 16, 12]
+    assert said == [f"micro-batches of {n} sequences do not fit into memory" for n in (48, 24, 16)]
+    assert largest_that_fits(7, attempt, said.append) == 7
+    with pytest.raises(torch.OutOfMemoryError):
+        largest_that_fits(2, lambda n: attempt(13), said.append)
+
+
+def test_bfloat16_ends_near_float32(script, tiny_data, tmp_path):
+    for dtype in ('float32', 'bfloat16'):
+        script('train.py', *TINY, f'--dataset={tiny_data}', f'--dtype={dtype}', f'--out_dir=out/{dtype}')
+    a, b = (list(metrics(tmp_path / 'out' / dtype, 'val/loss').values())[-1] for dtype in ('float32', 'bfloat16'))
+    assert a == pytest.approx(b, abs=0.05) and a != b
 
 
 def test_no_compiler(script, tiny_data):

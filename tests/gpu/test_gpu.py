@@ -6,20 +6,21 @@ from conftest import TINY, metrics
 
 import checkpoint
 from machine import peak_flops
+from model import GPT, GPTConfig, generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture
 def args(tiny_data):
-    return [*TINY, f'--dataset={tiny_data}', '--device=cuda', '--n_embd=96', '--batch_size=16', '--max_iters=30']
+    return [*TINY, f'--dataset={tiny_data}', '--device=cuda', '--dtype=auto', '--n_embd=96', '--batch_size=16', '--max_iters=30']
 
 
 def test_compiled_bfloat16_is_the_cpus_float32(script, args, tmp_path):
     out = script('train.py', *args, '--out_dir=gpu').out
     assert 'bfloat16, compiled' in out or 'float16, compiled' in out
     script('train.py', *args, '--out_dir=eager', '--compile=False', '--dtype=float32')
-    script('train.py', *args, '--out_dir=cpu', '--device=cpu')
+    script('train.py', *args, '--out_dir=cpu', '--device=cpu', '--dtype=float32')
     for key in ('train/loss', 'val/loss'):
         gpu, eager, cpu = (metrics(tmp_path / name, key) for name in ('gpu', 'eager', 'cpu'))
         assert all(eager[it] == pytest.approx(cpu[it], abs=0.01) and gpu[it] == pytest.approx(cpu[it], abs=0.05) for it in cpu)
@@ -42,6 +43,30 @@ def test_checkpoints_and_samples_move_between_devices(script, args, tmp_path):
     assert script('sample.py', *greedy, '--device=cuda').out == script('sample.py', *greedy, '--device=cpu').out
     assert script('sample.py', '--max_new_tokens=50').out
     assert 'continued from iter 30' in script('train.py', *args, '--max_iters=32', '--device=cpu').out
+
+
+def test_cuda_graph_is_the_plain_step(script, args, tmp_path):
+    for graph in (True, False):
+        script('train.py', *args, f'--cuda_graph={graph}', f'--out_dir={graph}')
+    a, b = (metrics(tmp_path / name, 'train/loss') for name in ('True', 'False'))
+    assert all(a[it] == pytest.approx(b[it], abs=0.01) for it in b)
+    # and what it saves goes on without one, on the CPU too
+    assert 'continued from iter 30' in script('train.py', *args, '--max_iters=32', '--device=cpu', '--out_dir=True').out
+
+
+def test_decoding_graph_is_recomputation():
+    model = GPT(GPTConfig(zero_init=False)).cuda().eval()
+    idx = torch.randint(256, (2, 5), device='cuda', generator=torch.Generator('cuda').manual_seed(0))
+    fast, slow = torch.cat([idx, *generate(model, idx, 60, temperature=0)], 1), idx
+    with torch.no_grad():
+        for _ in range(60):
+            slow = torch.cat((slow, model(slow)[0][:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(fast, slow)
+
+
+def test_micro_batch_is_found(script, args):
+    out = script('train.py', *args, '--batch_size=65536', '--block_size=128', '--max_iters=1', '--compile=False').out
+    assert 'do not fit into memory' in out or 'micro-batches 1 x sequences 65536' in out
 
 
 def test_out_of_memory_is_one_line(script, args):

@@ -1,0 +1,500 @@
+"""
+How fast is it, against what? Times our training, decoding and data loading side by side with a nanoGPT checkout, in one run.
+
+    python bench.py --ref=../nanoGPT                              # one training step at the size of nanoGPT's README for CPUs
+    python bench.py --preset=cpu_10m --mode=decode --ref=../nanoGPT
+    python bench.py --ffns=gelu,swiglu,relu2                      # FFNs against each other, at matched parameters
+    python bench.py --mode=gpu_check --ref=../nanoGPT             # everything that a GPU has to say, in ten minutes
+
+A machine's speed drifts, so only ratios within one run count: the sides take turns, forth and back (A B B A), and our side takes part
+twice. How much it differs from itself is the noise, and a ratio closer to 1 than twice that is within it. The last line is JSON.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from compare import cpu_count, matched_width
+from configurator import UserError, configure, die, require
+from data.tokens import Dataset, prepare_if_missing
+from machine import StepGraph, autocast, choose_device, describe_machine, device_name, peak_flops, peak_memory
+from model import FFNS, GPT, components, generate, totals
+from optimizer import configure_optimizers
+from train import TrainConfig, accumulate, choose_micro_batch_size, update, use_step_graph
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# nanoGPT's architecture, so that both sides compute the same function
+NANOGPT = {'norm': 'layernorm', 'position': 'learned', 'qk_norm': False, 'tie_embeddings': True, 'init': 'gpt2', 'zero_init': False,
+           'ffn': 'gelu', 'optimizer': 'adamw', 'beta2': 0.99, 'learning_rate': 1e-4}
+PRESETS = {
+    'cpu_char':  {'n_layer': 4,  'n_head': 4,  'n_embd': 128,  'block_size': 64,   'batch_size': 12, 'vocab_size': 65},
+    'cpu_10m':   {'n_layer': 6,  'n_head': 6,  'n_embd': 384,  'block_size': 256,  'batch_size': 4,  'vocab_size': 65},
+    'char_gpu':  {'n_layer': 6,  'n_head': 6,  'n_embd': 384,  'block_size': 256,  'batch_size': 64, 'vocab_size': 65},
+    'gpt2_124m': {'n_layer': 12, 'n_head': 12, 'n_embd': 768,  'block_size': 1024, 'batch_size': 12, 'vocab_size': 50304},
+    'gpt2_350m': {'n_layer': 24, 'n_head': 16, 'n_embd': 1024, 'block_size': 1024, 'batch_size': 8,  'vocab_size': 50304},
+}
+
+
+GPU_CHECK = [('peak', 'gpt2_124m'), ('train', 'gpt2_124m'), ('train', 'char_gpu'), ('decode', 'gpt2_124m'), ('startup', 'char_gpu')]
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    mode: Literal['train', 'peak', 'decode', 'data', 'startup', 'eval', 'quality', 'scale', 'gpu_check'] = 'train'  # what is timed
+    preset: Literal[tuple(PRESETS)] = 'cpu_char'  # the shape of the model and the batch
+    ref: str = ''  # a nanoGPT checkout ('' = ours alone)
+    ffns: str = ''  # comma-separated FFNs to time against each other instead, at matched parameters
+    batch_size: int = 0  # sequences per step (0 = the preset's)
+    rounds: int = 8  # turns of each side
+    seconds: float = 0.5  # of a turn, at least
+    threads: int = 0  # on a CPU (0 = all cores)
+    device: str = 'auto'  # cpu, cuda, cuda:N, mps
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of our matrix products
+    compile: Literal['auto', True, False] = 'auto'  # torch.compile on our side (auto = on CUDA)
+
+    def __post_init__(self):
+        for key in ('batch_size', 'threads'):
+            require(self, getattr(self, key) >= 0, key, "at least 0")
+        require(self, self.rounds >= 2, 'rounds', "at least 2")
+        require(self, self.seconds > 0, 'seconds', "above 0")
+        for ffn in filter(None, self.ffns.split(',')):
+            require(self, ffn in FFNS, 'ffns', f"comma-separated names of {', '.join(FFNS)}")
+
+
+# -----------------------------------------------------------------------------
+# timing
+
+
+def synchronize(device):
+    if device.type == 'cuda':
+        torch.cuda.synchronize()
+    elif device.type == 'mps':
+        torch.mps.synchronize()
+
+
+def timed(call, device, n=1):
+    """ seconds per call, over n calls """
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - start) / n
+
+
+class Worker:
+    """
+    A side in a process of its own, as it is when it is used: build(*args) there makes the call that is timed. worker(n) -> seconds per
+    call, over n calls; finish() -> its peak memory in bytes.
+    """
+
+    def __init__(self, build, args, device, threads):
+        context = multiprocessing.get_context('spawn')
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, build, args, device, threads), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __call__(self, n):
+        try:
+            self.pipe.send(n)
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError):
+            raise UserError("a side of the benchmark stopped, see above") from None
+
+    def finish(self):
+        memory = self(0)
+        self.process.join()
+        return memory
+
+
+def serve(pipe, build, args, device, threads):
+    if device.type == 'cpu':
+        torch.set_num_threads(threads)
+    call = build(*args)
+    with contextlib.suppress(EOFError):  # the benchmark has ended early
+        while n := pipe.recv():
+            pipe.send(timed(call, device, n))
+        pipe.send(peak_memory(device))
+
+
+def take_turns(sides, rounds, seconds):
+    """
+    sides: {name: worker} -> {name: {'first': seconds of the first call, 'times': [seconds per call, one for each round]}}.
+    Each is warmed up until three calls in a row agree within 5 %, or for four turns; the order is reversed in every other round.
+    """
+    out, calls = {}, {}
+    for name, side in sides.items():
+        first, last = side(1), []
+        while len(last) < 3 or max(last[-3:]) > 1.05 * min(last[-3:]) and sum(last) < 4 * seconds:
+            last.append(side(1))
+        out[name], calls[name] = {'first': first, 'times': []}, max(1, math.ceil(seconds / statistics.median(last[-3:])))
+    for turn in range(rounds):
+        for name in list(sides)[::-1] if turn % 2 else sides:
+            out[name]['times'].append(sides[name](calls[name]))
+    return out
+
+
+def ratio(a, b):
+    """ how many times as long a takes as b: the median over the rounds, in which they took turns """
+    return statistics.median(x / y for x, y in zip(a['times'], b['times'], strict=True))
+
+
+def noise(a, again):
+    """ how far a side is from itself: the median over the rounds """
+    return statistics.median(abs(x / y - 1) for x, y in zip(a['times'], again['times'], strict=True))
+
+
+def judged(value, noise):
+    return f"{value:.2f}x" + (" (within noise)" if abs(value - 1) < 2 * noise else "")
+
+
+# -----------------------------------------------------------------------------
+# the two sides
+
+
+def our_config(config, **changes):
+    shape = PRESETS[config.preset] | ({'batch_size': config.batch_size} if config.batch_size else {})
+    return TrainConfig(**(NANOGPT | shape | changes))
+
+
+def our_model(train_config, device, compiled):
+    model = GPT(train_config, train_config.seed).to(device)
+    if compiled:
+        model.compile(dynamic=False)
+    return model
+
+
+def our_step(train_config, device, dtype, compiled):
+    """ a call that takes one optimizer step as train.py does, on one of four batches that lie ready """
+    choose_device(str(device))  # sets up the process as train.py does
+    model = our_model(train_config, device, compiled)
+    optimizers = configure_optimizers(model, train_config, device, dtype)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    micro = choose_micro_batch_size(train_config, train_config.batch_size)
+    batches = random_batches(train_config, device)
+
+    def take_step(x, y):
+        loss = accumulate(model, zip(x.split(micro), y.split(micro), strict=True), len(x) // micro, scaler, device, dtype)
+        return loss, update(model, optimizers, scaler, train_config.grad_clip)
+
+    if use_step_graph(train_config, device, 1, train_config.batch_size // micro, scaler):
+        take_step = StepGraph(take_step)
+    return lambda: take_step(*next(batches))
+
+
+def random_batches(shape, device):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(shape.vocab_size, (4, shape.batch_size, shape.block_size + 1), generator=generator).to(device)
+    return itertools.cycle([(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in ids])
+
+
+def nanogpt(ref):
+    """ the module model.py of the checkout """
+    path = os.path.join(ref, 'model.py')
+    spec = importlib.util.spec_from_file_location('nanogpt_model', path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules['nanogpt_model'] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def reference_model(ref, shape, device, compiled):
+    module = nanogpt(ref)
+    sizes = {key: getattr(shape, key) for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')}
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its parameter count
+        model = module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=False)).to(device)
+        optimizer = model.configure_optimizers(1e-1, 1e-4, (0.9, 0.99), device.type)
+    return torch.compile(model) if compiled else model, optimizer
+
+
+def reference_step(ref, shape, device):
+    """ the same for nanoGPT, as its train.py does it: on a GPU compiled and with bfloat16 autocast, on a CPU neither """
+    model, optimizer = reference_model(ref, shape, device, compiled=device.type == 'cuda')
+    batches = random_batches(shape, device)
+
+    def step():
+        x, y = next(batches)
+        with autocast(device, torch.bfloat16 if device.type == 'cuda' else torch.float32):
+            _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def prompt_of_16(shape, batch_size, device):
+    return torch.randint(shape.vocab_size, (batch_size, 16), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def our_decode(shape, device, dtype, batch_size, n):
+    """ a call that samples n tokens after a prompt of 16 """
+    choose_device(str(device))
+    model, prompt = our_model(shape, device, False), prompt_of_16(shape, batch_size, device)
+
+    def call():
+        with autocast(device, dtype):
+            for _ in generate(model, prompt, n):
+                pass
+    return call
+
+
+def reference_decode(ref, shape, device, batch_size, n):
+    model, prompt = reference_model(ref, shape, device, False)[0].eval(), prompt_of_16(shape, batch_size, device)
+
+    def call():
+        with autocast(device, torch.bfloat16 if device.type == 'cuda' else torch.float32):
+            model.generate(prompt, n)
+    return call
+
+
+# -----------------------------------------------------------------------------
+# modes; each prints a table and returns what goes into the JSON
+
+
+def measure_peak(device, dtypes=None):
+    """ {'float32', 'bfloat16': FLOP/s of a large matrix product, 'copy': bytes/s}, medians of 10 """
+    n, out = (8192 if device.type == 'cuda' else 1024), {}
+    for dtype in dtypes or (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        timed(lambda a=a, b=b: a @ b, device, 3)
+        out[str(dtype).removeprefix('torch.')] = 2 * n**3 / statistics.median(timed(lambda a=a, b=b: a @ b, device) for _ in range(10))
+    a = torch.empty(2**28 if device.type == 'cuda' else 2**25, device=device)  # floats
+    b = torch.empty_like(a)
+    timed(lambda: b.copy_(a), device, 3)
+    out['copy'] = 2 * a.numel() * 4 / statistics.median(timed(lambda: b.copy_(a), device) for _ in range(10))
+    return out
+
+
+def bench_peak(config, device, dtype):
+    peak = measure_peak(device)
+    for key, value in peak.items():
+        print(f"{key:<10} {value / 1e9:>12,.1f} {'GB/s' if key == 'copy' else 'GFLOP/s'}")
+    return {'peak': peak}
+
+
+def bench_train(config, device, dtype):
+    compiled = device.type == 'cuda' if config.compile == 'auto' else config.compile
+    shape = our_config(config)
+    builds = {}
+    if config.ffns:
+        for ffn in config.ffns.split(','):
+            variant = our_config(config, ffn=ffn)
+            builds[ffn] = our_step, (replace(variant, intermediate_size=matched_width(variant)), device, dtype, compiled), dtype
+    else:
+        builds['ours'] = our_step, (shape, device, dtype, compiled), dtype
+        if config.ref:
+            builds['nanoGPT'] = reference_step, (config.ref, shape, device), torch.bfloat16 if device.type == 'cuda' else torch.float32
+            if dtype != torch.float32 and device.type == 'cpu':
+                builds['ours, float32'] = our_step, (shape, device, torch.float32, compiled), torch.float32
+        ours = TrainConfig(**{key: getattr(shape, key) for key in PRESETS[config.preset]}, ffn='gelu')
+        builds['ours, own recipe'] = our_step, (ours, device, dtype, compiled), dtype  # RoPE, QK-norm, RMSNorm, untied, Muon
+        if device.type == 'cuda' and not config.batch_size:
+            large = replace(shape, batch_size=64)
+            builds['ours, 64 sequences'] = our_step, (large, device, dtype, compiled), dtype
+    names = list(builds)
+    peak = measure_peak(device, {kind for _, _, kind in builds.values()})
+    sides = {name: Worker(build, args, device, torch.get_num_threads()) for name, (build, args, _) in builds.items()}
+    results = take_turns({**sides, 'again': sides[names[0]]}, config.rounds, config.seconds)
+    spread = noise(results[names[0]], results['again'])
+    baseline = 'nanoGPT' if 'nanoGPT' in results else names[0]
+    header = ('ms/step', 10), ('min', 9), ('tokens/s', 12), ('GFLOP/s', 10), ('of peak', 9), ('of sheet', 9), ('first s', 9), ('GiB', 7)
+    print(f"{'side':<20}{''.join(f'{name:>{width}}' for name, width in header)}  against {baseline}")
+    for name, (_, args, kind) in builds.items():
+        train_config = next(arg for arg in args if isinstance(arg, TrainConfig))
+        row, tokens = results[name], train_config.batch_size * train_config.block_size
+        flops = totals(components(train_config))['train_flops'] * tokens
+        seconds = statistics.median(row['times'])
+        sheet = peak_flops(device_name(device), kind) if device.type == 'cuda' else None
+        per_token = tokens / (shape.batch_size * shape.block_size)
+        row |= {'ms': 1000 * seconds, 'tokens_per_sec': tokens / seconds, 'flops_per_sec': flops / seconds,
+                'of_peak': flops / seconds / peak[str(kind).removeprefix('torch.')],
+                'of_datasheet': flops / seconds / sheet if sheet else None,
+                'memory': sides[name].finish(), 'ratio': ratio(results[baseline], row) * per_token}
+        of_sheet = 'n/a' if sheet is None else f"{row['of_datasheet']:.1%}"
+        print(f"{name:<20}{row['ms']:>10.2f}{1000 * min(row['times']):>9.2f}{row['tokens_per_sec']:>12,.0f}"
+              f"{row['flops_per_sec'] / 1e9:>10,.0f}{row['of_peak']:>9.1%}{of_sheet:>9}{row['first']:>9.2f}"
+              f"{(row['memory'] or 0) / 2**30:>7.2f}  {judged(row['ratio'], spread) if name != baseline else ''}")
+    peaks = ', '.join(f'{key} {value / 1e9:,.0f}' for key, value in peak.items() if key != 'copy')
+    print(f"noise {spread:.1%} ({names[0]} against itself, median of {config.rounds} rounds); peak measured here: {peaks} GFLOP/s, "
+          f"copy {peak['copy'] / 1e9:,.0f} GB/s")
+    return {'sides': results, 'noise': spread, 'peak': peak, 'ratio': results[names[0]]['ratio'] if config.ref else None}
+
+
+def bench_decode(config, device, dtype):
+    """ tokens sampled one by one after a prompt of 16, nothing recomputed on our side """
+    shape, out = our_config(config), {}
+    n = min(200, shape.block_size - 16)
+    print(f"{'sequences':<12}{'ours tok/s':>12}{'nanoGPT':>10}{'ratio':>8}   {n} new tokens each")
+    for batch_size in (1, 8, 64) if device.type == 'cuda' else (1, 8):
+        sides = {'ours': Worker(our_decode, (shape, device, dtype, batch_size, n), device, torch.get_num_threads())}
+        if config.ref:
+            sides['nanoGPT'] = Worker(reference_decode, (config.ref, shape, device, batch_size, n), device, torch.get_num_threads())
+        results = take_turns({**sides, 'again': sides['ours']}, max(2, config.rounds // 2), config.seconds)
+        for side in sides.values():
+            side.finish()
+        speed = {name: batch_size * n / statistics.median(row['times']) for name, row in results.items()}
+        row = {'tokens_per_sec': speed, 'ratio': ratio(results['nanoGPT'], results['ours']) if config.ref else None,
+               'noise': noise(results['ours'], results['again'])}
+        theirs = f"{speed['nanoGPT']:>10,.0f}  {judged(row['ratio'], row['noise'])}" if config.ref else ""
+        print(f"{batch_size:<12}{speed['ours']:>12,.0f}{theirs}")
+        out[batch_size] = row
+    return {'decode': out, 'ratio': out[1]['ratio']}
+
+
+def bench_data(config, device, dtype):
+    """ the batch of a step, made on the CPU: ours, and nanoGPT's get_batch """
+    prepare_if_missing('stdlib')
+    shape = our_config(config)
+    data, steps, random = Dataset('stdlib', shape.block_size), itertools.count(), torch.Generator().manual_seed(0)
+    B, T, tokens = shape.batch_size, shape.block_size, data.tokens['train']
+
+    def theirs():  # nanoGPT's get_batch
+        ix = torch.randint(len(tokens) - T, (B,), generator=random)
+        torch.stack([torch.from_numpy((tokens[i:i + T]).astype(np.int64)) for i in ix])
+        torch.stack([torch.from_numpy((tokens[i + 1:i + 1 + T]).astype(np.int64)) for i in ix])
+
+    cpu = torch.device('cpu')
+    ours = [timed(lambda: data.batch(range(B), next(steps), B, 1), cpu) for _ in range(200)]
+    other = [timed(theirs, cpu) for _ in range(200)]
+    rows = {name: {f'p{q}': float(np.percentile(times, q)) for q in (50, 95)} for name, times in (('ours', ours), ('nanoGPT', other))}
+    for name, row in rows.items():
+        print(f"{name:<10} p50 {1000 * row['p50']:.3f} ms, p95 {1000 * row['p95']:.3f} ms a batch of {B} x {T}")
+    return {'data': rows, 'ratio': rows['nanoGPT']['p50'] / rows['ours']['p50']}
+
+
+def run_train(*flags, env=None):
+    """ -> wall seconds and summary of a run of train.py in a folder of its own """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, os.path.join(HERE, 'train.py'), f'--out_dir={folder}/run', '--wandb=disabled', *flags]
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+        wall = time.perf_counter() - start
+        if done.returncode:
+            raise UserError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1]}")
+        with open(os.path.join(folder, 'run', 'summary.json')) as file:
+            return wall, json.load(file)
+
+
+def bench_startup(config, device, dtype):
+    """ the command line to the end of the first step, with an empty and then with a filled compile cache """
+    prepare_if_missing('stdlib')
+    flags = [f'--{key}={value}' for key, value in PRESETS[config.preset].items() if key != 'vocab_size']
+    flags += [f'--device={device}', '--max_iters=1', '--eval_tokens=1']
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = (run_train(*flags, f'--compile={config.compile}', env={'TORCHINDUCTOR_CACHE_DIR': cache})[0] for _ in range(2))
+    print(f"cold {cold:.1f} s, warm {warm:.1f} s")
+    return {'startup': {'cold': cold, 'warm': warm}, 'ratio': cold / warm}
+
+
+def bench_eval(config, device, dtype):
+    """ which part of a default run is not training """
+    prepare_if_missing('stdlib')
+    wall, summary = run_train(f'--device={device}')
+    share = 1 - summary['seconds'] / wall
+    print(f"{wall:.1f} s in all, {summary['seconds']:.1f} s of training: {share:.1%} for start, evaluation and checkpoints")
+    return {'overhead': share, 'wall': wall, 'ratio': None}
+
+
+def bench_quality(config, device, dtype):
+    """ seconds to the validation loss of nanoGPT's README for CPUs: its command against ours, on Tiny Shakespeare """
+    target = 1.8857  # of nanoGPT's 2,000 steps, over the full validation split
+    prepare_if_missing('shakespeare_char')
+    shape = ['--n_layer=4', '--n_head=4', '--n_embd=128', '--block_size=64', '--batch_size=12', '--dropout=0.0']
+    wall, summary = run_train('config/shakespeare_char.py', *shape, '--learning_rate=8e-3', '--max_iters=300', '--eval_interval=100',
+                              f'--target_loss={target}', f'--device={device}')
+    print(f"ours     {wall:>7.1f} s to {summary['val_loss']:.4f} in {summary['iter']} steps ({summary['seconds']:.1f} s of training)")
+    if not config.ref:
+        return {'ours': wall, 'ratio': None}
+    with tempfile.TemporaryDirectory() as folder:
+        data = os.path.join('data', 'shakespeare_char')
+        os.makedirs(os.path.join(folder, data))
+        for name in ('train.py', 'model.py', 'configurator.py', 'config'):
+            os.symlink(os.path.join(os.path.abspath(config.ref), name), os.path.join(folder, name))
+        for split in ('train', 'val'):  # the same ids: nanoGPT's vocabulary is the sorted characters too
+            os.symlink(os.path.join(HERE, data, f'{split}.bin'), os.path.join(folder, data, f'{split}.bin'))
+        with open(os.path.join(folder, data, 'meta.pkl'), 'wb') as file:  # without it nanoGPT takes GPT-2's vocabulary
+            file.write(b"(dp0\nVvocab_size\np1\nI65\ns.")  # {'vocab_size': 65}
+        command = [sys.executable, 'train.py', 'config/train_shakespeare_char.py', '--device=cpu', '--compile=False', '--eval_iters=20',
+                   '--log_interval=1', *shape, '--max_iters=2000', '--lr_decay_iters=2000']
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        theirs = time.perf_counter() - start
+        if done.returncode:
+            raise UserError(f"nanoGPT failed: {done.stderr.strip().splitlines()[-1]}")
+        losses = re.findall(r'val loss ([\d.]+)', done.stdout)
+    print(f"nanoGPT  {theirs:>7.1f} s for its 2,000 steps (its own estimate of the loss: {losses[-1]})\nratio    {theirs / wall:.2f}x")
+    return {'ours': wall, 'nanoGPT': theirs, 'ratio': theirs / wall}
+
+
+def bench_scale(config, device, dtype):
+    """ how the step time grows with context, width, depth and vocabulary """
+    compiled = device.type == 'cuda' if config.compile == 'auto' else config.compile
+    shape, out = our_config(config), {}
+    for key, factors in (('block_size', (1, 2, 4)), ('n_embd', (1, 2, 4)), ('n_layer', (1, 2, 4)), ('vocab_size', (1, 8, 64))):
+        for factor in factors:
+            changed = replace(shape, **{key: getattr(shape, key) * factor})
+            worker = Worker(our_step, (changed, device, dtype, compiled), device, torch.get_num_threads())
+            times = take_turns({'ours': worker}, 3, config.seconds)['ours']['times']
+            worker.finish()
+            seconds = statistics.median(times)
+            flops = totals(components(changed))['train_flops'] * changed.batch_size * changed.block_size
+            out[f'{key}={getattr(changed, key)}'] = {'ms': 1000 * seconds, 'flops_per_sec': flops / seconds}
+            print(f"{key:<12}{getattr(changed, key):>8,}{1000 * seconds:>10.2f} ms{flops / seconds / 1e9:>10,.0f} GFLOP/s", flush=True)
+    return {'scale': out, 'ratio': None}
+
+
+def bench_gpu_check(config, device, dtype):
+    """ the GPU tests, then every mode that matters there, each in a process of its own """
+    if device.type != 'cuda':
+        raise UserError("mode = 'gpu_check': no CUDA device here")
+    ref, out = [f'--ref={config.ref}'] if config.ref else [], {}
+    commands = [[sys.executable, '-m', 'pytest', '-o', 'addopts=', '-q', 'tests/gpu'],
+                *([sys.executable, 'bench.py', f'--mode={mode}', f'--preset={preset}', *ref] for mode, preset in GPU_CHECK)]
+    for command in commands:
+        print(f"\n$ python {' '.join(command[1:])}", flush=True)
+        done = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, flush=True)
+        out[' '.join(command[1:])] = {'rc': done.returncode, 'last': (done.stdout.strip().splitlines() or [''])[-1]}
+    return {'checks': out, 'ratio': None}
+
+
+def main():
+    config = configure(BenchConfig, doc=__doc__)
+    device, dtype = choose_device(config.device, config.dtype)
+    if config.ref and not os.path.isfile(os.path.join(config.ref, 'model.py')):
+        raise UserError(f"ref = {config.ref!r}: no model.py there; git clone https://github.com/karpathy/nanoGPT and name its folder")
+    if device.type == 'cpu':
+        torch.set_num_threads(config.threads or cpu_count())
+    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0.0
+    machine = describe_machine(device, 1)
+    busy = "  WARNING: the machine is busy" if load > cpu_count() / 2 else ""
+    print(f"{config.mode} {config.preset}: {machine['device_name']}, {str(dtype).removeprefix('torch.')}, "
+          f"{torch.get_num_threads()} threads, torch {torch.__version__}, load {load:.1f}{busy}", flush=True)
+    result = globals()[f'bench_{config.mode}'](config, device, dtype)
+    print(json.dumps({'config': dataclasses.asdict(config), 'machine': machine, 'load': load, **result}))
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except UserError as e:
+        die(e)

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+from conftest import ROOT
+
+from bench import NANOGPT, PRESETS, BenchConfig, judged, noise, our_config, ratio, take_turns
+from configurator import UserError, parse
+from model import GPT, components, totals
+
+# the interface of nanoGPT's model.py, around a model of ours
+STAND_IN = f'''
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from dataclasses import dataclass
+import torch
+import model as ours
+from bench import NANOGPT
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+
+class GPT(ours.GPT):
+    def __init__(self, c):
+        keys = {{key: value for key, value in NANOGPT.items() if key in ours.GPTConfig.__dataclass_fields__}}
+        super().__init__(ours.GPTConfig(**vars(c) | keys))
+        print("number of parameters: 0.80M")
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+    @torch.no_grad()
+    def generate(self, idx, n):
+        for _ in range(n):
+            idx = torch.cat((idx, torch.multinomial(self(idx)[0][:, -1].softmax(-1), 1)), 1)
+'''
+
+
+@pytest.fixture
+def ref(tmp_path):
+    (tmp_path / 'nanoGPT').mkdir()
+    (tmp_path / 'nanoGPT' / 'model.py').write_text(STAND_IN)
+    return f"--ref={tmp_path / 'nanoGPT'}"
+
+
+def test_ratios_are_taken_round_by_round():
+    a, b = {'times': [1.0, 4.0, 2.0]}, {'times': [0.5, 2.0, 4.0]}  # the machine was slower in the second round
+    assert ratio(a, b) == 2.0 and ratio(b, a) == 0.5 and noise(a, a) == 0
+    assert noise({'times': [1.0, 1.1, 1.2]}, {'times': [1.0, 1.0, 1.0]}) == pytest.approx(0.1)
+    assert judged(1.19, 0.1) == '1.19x (within noise)' and judged(1.21, 0.1) == '1.21x' and judged(0.8, 0.11) == '0.80x (within noise)'
+
+
+def test_sides_take_turns_forth_and_back():
+    calls = []
+
+    def side(name):
+        return lambda n: calls.append(name) or 1.0
+
+    results = take_turns({name: side(name) for name in 'abc'}, 4, 1e-9)
+    turns = calls[-12:]
+    assert turns == ['a', 'b', 'c', 'c', 'b', 'a'] * 2
+    assert all(len(row['times']) == 4 for row in results.values())
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+def test_both_sides_have_the_same_model(preset):
+    """ as many parameters as nanoGPT's, whose own count leaves positions out, and its FLOPs: 6N + 12LHQT """
+    config = our_config(BenchConfig(preset=preset))
+    total = totals(components(config))
+    expected = config.vocab_size * config.n_embd + config.block_size * config.n_embd + config.n_layer * (12 * config.n_embd**2 + 2 * config.n_embd) + config.n_embd
+    assert total['params'] == expected
+    if preset == 'cpu_char':
+        assert total['params'] == sum(p.numel() for p in GPT(config).parameters())
+    n = expected - config.block_size * config.n_embd
+    assert total['train_flops'] == pytest.approx(6 * n + 12 * config.n_layer * config.n_embd * config.block_size, rel=0.002)
+
+
+def test_train(script, ref):
+    out = script('bench.py', ref, '--rounds=2', '--seconds=0.01', '--dtype=float32').out
+    result = json.loads(out.splitlines()[-1])
+    sides = result['sides']
+    assert {'ours', 'nanoGPT', 'ours, own recipe', 'again'} == set(sides)
+    assert result['ratio'] == pytest.approx(ratio(sides['nanoGPT'], sides['ours'])) and result['ratio'] > 0
+    row = sides['ours']
+    assert row['tokens_per_sec'] == pytest.approx(768 / sorted(row['times'])[0], rel=3) and 0 < row['of_peak'] < 1 and row['of_datasheet'] is None
+    assert row['flops_per_sec'] == pytest.approx(row['tokens_per_sec'] * totals(components(our_config(BenchConfig())))['train_flops'])
+    assert row['memory'] > 2**27 and 'against nanoGPT' in out and NANOGPT['ffn'] == 'gelu'
+
+
+@pytest.mark.slow
+def test_ffns(script):
+    out = script('bench.py', '--ffns=gelu,swiglu', '--rounds=2', '--seconds=0.01').out
+    result = json.loads(out.splitlines()[-1])
+    assert {'gelu', 'swiglu', 'again'} == set(result['sides']) and result['ratio'] is None and 'against gelu' in out
+
+
+@pytest.mark.parametrize('mode', [pytest.param('decode', marks=pytest.mark.slow), 'data', pytest.param('peak', marks=pytest.mark.slow)])
+def test_modes(mode, script, ref):
+    out = script('bench.py', f'--mode={mode}', ref, '--rounds=2', '--seconds=0.01').out
+    result = json.loads(out.splitlines()[-1])
+    if mode == 'decode':
+        assert set(result['decode']) == {'1', '8'} and result['ratio'] == result['decode']['1']['ratio'] > 0
+    if mode == 'data':
+        assert 0 < result['data']['ours']['p50'] <= result['data']['ours']['p95']
+    if mode == 'peak':
+        assert result['peak']['float32'] > 1e9 and result['peak']['copy'] > 1e8
+
+
+def test_errors(script, tmp_path):
+    for flags, words in ((['--ref=nowhere'], 'git clone'), (['--mode=gpu_check', '--device=cpu'], 'no CUDA device'), (['--ffns=gelu,x'], 'ffns'),
+                         (['--preset=large'], 'preset'), (['--rounds=1'], 'rounds')):
+        result = script('bench.py', *flags, ok=False)
+        assert result.rc == 2 and result.err.count('\n') == 1 and result.err.startswith('error: ') and words in result.err
+    with pytest.raises(UserError):
+        parse(BenchConfig, ['--seconds=0'])
