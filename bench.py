@@ -31,10 +31,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from compare import cpu_count, matched_width
+from compare import matched_width
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import StepGraph, autocast, choose_device, describe_machine, device_name, peak_flops, peak_memory
+from machine import StepGraph, autocast, choose_device, cpu_count, describe_machine, device_name, peak_flops, peak_memory
 from model import FFNS, GPT, components, generate, totals
 from optimizer import configure_optimizers
 from train import TrainConfig, accumulate, choose_micro_batch_size, update, use_step_graph

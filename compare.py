@@ -31,7 +31,7 @@ import torch
 import checkpoint
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import choose_device, describe_machine
+from machine import choose_device, cpu_count, device_name
 from model import FFNS, GPTConfig, components
 from report import IGNORED, add_profile, finite, headline, log_to_wandb, make_results, match_line, read_run, summary_table, write_report
 from timeshare import time_shares
@@ -183,10 +183,6 @@ def read_state(config, fingerprint):
     if last.get('diverged'):
         return {'status': 'diverged', 'fraction': 1.0, 'val_loss': math.inf}
     return {'status': 'left', 'fraction': last.get('iter', 0) / max(1, config.max_iters)}
-
-
-def cpu_count():
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def launch(config, slot, n_gpus, jobs):
@@ -410,15 +406,14 @@ def profile(configs, machine, jobs, folder, idle):
     if all(known.get('shapes', {}).get(ffn) == shape for ffn, shape in shapes.items()):
         return known
     config = next(iter(configs.values()))
-    device, dtype = choose_device(config.device, config.dtype)
-    here = describe_machine(device, 1)
-    if not idle or (here['device_name'], dtype) != (machine['device_name'], getattr(torch, machine['dtype'])):
+    device, dtype = choose_device(config.device, machine['dtype'])
+    if not idle or device_name(device) != machine['device_name']:
         return None
     if device.type == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(max(1, cpu_count() // jobs))
     print("measuring where the time of a step goes ...", flush=True)
     batch_size = choose_micro_batch_size(config, config.batch_size // machine['world_size'])
-    result = {'device_name': here['device_name'], 'dtype': machine['dtype'], 'batch_size': batch_size, 'shapes': shapes,
+    result = {'device_name': machine['device_name'], 'dtype': machine['dtype'], 'batch_size': batch_size, 'shapes': shapes,
               'threads': torch.get_num_threads() if device.type == 'cpu' else None, 'ffns': time_shares(configs, device, dtype, batch_size)}
     write_json(path, result)
     return result

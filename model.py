@@ -159,6 +159,11 @@ class GPTConfig:
         return self.intermediate_size or ffn_width(self.n_embd, FFNS[self.ffn][1], self.multiple_of)
 
 
+def config_from(settings):
+    """ the model's part of the settings in a checkpoint or run.json; a setting that is younger than they are has its default """
+    return GPTConfig(**{key: settings[key] for key in GPTConfig.__dataclass_fields__ if key in settings})
+
+
 class RMSNorm(nn.Module):
     """ x / rms(x) * weight (Zhang & Sennrich 2019, arXiv 1910.07467); eps is that of GPT-2 and Llama, as in the layernorm here """
 
@@ -213,6 +218,7 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh or nkv, T, hd)
+        mask = None
         if cache is not None:
             k, v, mask = cache.append(k, v)  # (B, nkv, all so far, hd)
         # the causal mask is for the whole window at once; a single new token sees all that came before
@@ -220,7 +226,7 @@ class Attention(nn.Module):
         if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and cache is None and T < PLAIN_ATTENTION:
             y = plain_attention(q, k, v, dropout)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None if cache is None else mask, is_causal=T > 1, dropout_p=dropout,
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1, dropout_p=dropout,
                                                enable_gqa=self.heads[0] != self.heads[1])
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
 

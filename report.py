@@ -9,7 +9,7 @@ import statistics
 import checkpoint
 from configurator import UserError
 from data.writer import replacing
-from model import FFNS, GPTConfig
+from model import FFNS, config_from
 from plots import HEALTH, PLOTS, draw_all
 from stats import FIRM_SEEDS, MIN_SEEDS, judge, mismatch_loss, welch
 from timeshare import GROUPS, group_of
@@ -97,7 +97,7 @@ def describe_ffn(runs):
         return sum(row['params'] for row in rows if row['name'].startswith(prefixes))
 
     return {
-        'width': GPTConfig(**{key: config[key] for key in GPTConfig.__dataclass_fields__}).hidden_width, 'gated': FFNS[config['ffn']][1],
+        'width': config_from(config).hidden_width, 'gated': FFNS[config['ffn']][1],
         'params': runs[0]['total']['params'], 'ffn_params': params('ffn.'), 'non_embedding': params(('attention.', 'ffn.', 'norm')),
         'flops': runs[0]['total']['flops'], 'train_flops': runs[0]['total']['train_flops'], 'components': rows,
         'steps': config['max_iters'], 'learning_rate': config['learning_rate'],

@@ -19,7 +19,7 @@ import checkpoint
 from configurator import UserError, configure, die, require
 from data import tokenizers
 from machine import autocast, choose_device
-from model import GPT, GPTConfig, generate
+from model import GPT, config_from, generate
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def main():
     config = configure(SampleConfig, doc=__doc__)
     device, dtype = choose_device(config.device, config.dtype)
     path, state = find_checkpoint(config.out_dir)
-    model_config = GPTConfig(**{key: state['config'][key] for key in GPTConfig.__dataclass_fields__})
+    model_config = config_from(state['config'])
     tokenizer = tokenizers.load(state['tokenizer'])
     prompt = tokenizer.encode(read_prompt(config.start))
     if not prompt:

@@ -404,14 +404,13 @@ def main():
         # one optimizer step
         lr = learning_rate(it, config)
         set_learning_rate(optimizers, lr, device)
-        if it + 1 == config.max_iters or (it + 1) % config.eval_interval == 0:
-            loss = accumulate(ddp, load(it), len(micro_batches), scaler, device, dtype)
-            norms = gradient_norms(model, scaler.get_scale())
-            norm = update(model, optimizers, scaler, config.grad_clip)
-        elif step_graph:
+        wants_norms = it + 1 == config.max_iters or (it + 1) % config.eval_interval == 0
+        if step_graph and not wants_norms:  # the graph leaves no gradients to look at
             loss, norm = step_graph(*next(load(it)))
         else:
             loss = accumulate(ddp, load(it), len(micro_batches), scaler, device, dtype)
+            if wants_norms:
+                norms = gradient_norms(model, scaler.get_scale())
             norm = update(model, optimizers, scaler, config.grad_clip)
         bad = ~loss.isfinite() if scaler.is_enabled() else ~(loss.isfinite() & norm.isfinite())
         bad_iter = torch.where((bad_iter < 0) & bad, it, bad_iter)
@@ -464,7 +463,7 @@ def find_model(out_dir, settings):
     path, state = checkpoint.load_latest(out_dir)
     if not state:
         raise UserError(f"eval_only: no checkpoint in {out_dir}; name the run with --out_dir")
-    keys = {*GPTConfig.__dataclass_fields__, 'data'} - {'dropout'}
+    keys = {*GPTConfig.__dataclass_fields__, 'data'} - checkpoint.MAY_CHANGE - {'dropout'}
     differences = [f"{key} is {state['config'].get(key)!r}, not {settings[key]!r}" for key in sorted(keys)
                    if state['config'].get(key) != settings[key]]
     if differences:

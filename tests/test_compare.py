@@ -373,6 +373,13 @@ def test_matched_is_refused_above_one_percent():
     assert wide['ffns']['swiglu']['paired']['verdict'] == 'not resolved'  # 0.01 is less than what the size explains
 
 
+def test_runs_older_than_a_setting():
+    runs = [fake_run('gelu', 1), fake_run('swiglu', 1)]
+    for run in runs:
+        del run['config']['loss_chunks']
+    assert make_results(runs, None, 0.005, {'match': 'params', 'command': ''})['ffns']['swiglu']['width'] == 128
+
+
 def test_notes():
     assert 'mid-schedule' in report({'gelu': [3.0], 'glu': [3.0]}, schedule='constant')[1]
     runs = [fake_run('gelu', 1), fake_run('glu', 1)]

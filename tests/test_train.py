@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -252,6 +253,19 @@ def test_unusable_settings(script, tiny_data, tmp_path):
     assert not (tmp_path / 'out').exists()
     error = script('train.py', *TINY, f'--dataset={tiny_data}', '--batch_size=9', ok=False, env={'WORLD_SIZE': '2'}).err
     assert 'error: batch_size = 9: must be a multiple of 2 processes' in error
+
+
+def test_older_checkpoints(script, trained, tmp_path, tiny_data):
+    """ one that was written before a setting existed is sampled, evaluated and continued with its default """
+    shutil.copytree(trained, tmp_path / 'out/swiglu')
+    for path in (tmp_path / 'out/swiglu').glob('*.pt'):
+        state = checkpoint.load(path)
+        del state['config']['loss_chunks'], state['config']['cuda_graph']
+        torch.save(state, path)
+    args = [*TINY, f'--dataset={tiny_data}']
+    assert script('sample.py', '--max_new_tokens=5').out
+    assert 'val loss' in script('train.py', *args, '--eval_only', '--loss_chunks=2').out
+    assert 'continued from iter 20' in script('train.py', *args, '--max_iters=22').out
 
 
 def test_largest_micro_batch_that_fits():
