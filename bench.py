@@ -34,10 +34,20 @@ import torch
 from compare import matched_width
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import StepGraph, autocast, choose_device, cpu_count, describe_machine, device_name, peak_flops, peak_memory
+from machine import (
+    StepGraph,
+    autocast,
+    choose_device,
+    cpu_count,
+    describe_machine,
+    device_name,
+    pack_for_sampling,
+    peak_flops,
+    peak_memory,
+)
 from model import FFNS, GPT, components, generate, totals
 from optimizer import configure_optimizers
-from train import TrainConfig, accumulate, choose_micro_batch_size, update, use_step_graph
+from train import TrainConfig, accumulate, choose_compile, choose_micro_batch_size, update, use_step_graph
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # nanoGPT's architecture, so that both sides compute the same function
@@ -67,7 +77,7 @@ class BenchConfig:
     threads: int = 0  # on a CPU (0 = all cores)
     device: str = 'auto'  # cpu, cuda, cuda:N, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of our matrix products
-    compile: Literal['auto', True, False] = 'auto'  # torch.compile on our side (auto = on CUDA)
+    compile: Literal['auto', True, False] = 'auto'  # torch.compile on our side (auto = as train.py does it in a long run)
 
     def __post_init__(self):
         for key in ('batch_size', 'threads'):
@@ -143,7 +153,7 @@ def take_turns(sides, rounds, seconds):
     out, calls = {}, {}
     for name, side in sides.items():
         first, last = side(1), []
-        while len(last) < 3 or max(last[-3:]) > 1.05 * min(last[-3:]) and sum(last) < 4 * seconds:
+        while sum(last) < 4 * seconds and (len(last) < 3 or max(last[-3:]) > 1.05 * min(last[-3:])):
             last.append(side(1))
         out[name], calls[name] = {'first': first, 'times': []}, max(1, math.ceil(seconds / statistics.median(last[-3:])))
     for turn in range(rounds):
@@ -249,6 +259,7 @@ def our_decode(shape, device, dtype, batch_size, n):
     """ a call that samples n tokens after a prompt of 16 """
     choose_device(str(device))
     model, prompt = our_model(shape, device, False), prompt_of_16(shape, batch_size, device)
+    dtype = pack_for_sampling(model, device, dtype)
 
     def call():
         with autocast(device, dtype):
@@ -292,8 +303,8 @@ def bench_peak(config, device, dtype):
 
 
 def bench_train(config, device, dtype):
-    compiled = device.type == 'cuda' if config.compile == 'auto' else config.compile
     shape = our_config(config)
+    compiled = choose_compile(replace(shape, compile=config.compile, max_iters=10**6), device, dtype)
     builds = {}
     if config.ffns:
         for ffn in config.ffns.split(','):
@@ -303,8 +314,10 @@ def bench_train(config, device, dtype):
         builds['ours'] = our_step, (shape, device, dtype, compiled), dtype
         if config.ref:
             builds['nanoGPT'] = reference_step, (config.ref, shape, device), torch.bfloat16 if device.type == 'cuda' else torch.float32
-            if dtype != torch.float32 and device.type == 'cpu':
-                builds['ours, float32'] = our_step, (shape, device, torch.float32, compiled), torch.float32
+        if compiled and device.type == 'cpu':
+            builds['ours, eager'] = our_step, (shape, device, dtype, False), dtype
+        if dtype != torch.float32 and device.type == 'cpu':
+            builds['ours, float32'] = our_step, (shape, device, torch.float32, False), torch.float32
         ours = TrainConfig(**{key: getattr(shape, key) for key in PRESETS[config.preset]}, ffn='gelu')
         builds['ours, own recipe'] = our_step, (ours, device, dtype, compiled), dtype  # RoPE, QK-norm, RMSNorm, untied, Muon
         if device.type == 'cuda' and not config.batch_size:
@@ -419,7 +432,7 @@ def bench_quality(config, device, dtype):
     target = 1.8857  # of nanoGPT's 2,000 steps, over the full validation split
     prepare_if_missing('shakespeare_char')
     shape = ['--n_layer=4', '--n_head=4', '--n_embd=128', '--block_size=64', '--batch_size=12', '--dropout=0.0']
-    wall, summary = run_train('config/shakespeare_char.py', *shape, '--learning_rate=8e-3', '--max_iters=300', '--eval_interval=100',
+    wall, summary = run_train('config/shakespeare_char.py', *shape, '--learning_rate=8e-3', '--max_iters=280', '--eval_interval=280',
                               f'--target_loss={target}', f'--device={device}')
     print(f"ours     {wall:>7.1f} s to {summary['val_loss']:.4f} in {summary['iter']} steps ({summary['seconds']:.1f} s of training)")
     if not config.ref:
@@ -447,8 +460,8 @@ def bench_quality(config, device, dtype):
 
 def bench_scale(config, device, dtype):
     """ how the step time grows with context, width, depth and vocabulary """
-    compiled = device.type == 'cuda' if config.compile == 'auto' else config.compile
     shape, out = our_config(config), {}
+    compiled = choose_compile(replace(shape, compile=config.compile), device, dtype)
     for key, factors in (('block_size', (1, 2, 4)), ('n_embd', (1, 2, 4)), ('n_layer', (1, 2, 4)), ('vocab_size', (1, 8, 64))):
         for factor in factors:
             changed = replace(shape, **{key: getattr(shape, key) * factor})

@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from contextlib import nullcontext
 
 import numpy
@@ -81,6 +83,12 @@ def cpu_has_bf16():
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def cpu_compiles():
+    """ whether there is what torch.compile needs on a CPU: a C++ compiler, and Python's header files """
+    compiler = shutil.which(os.environ.get('CXX', 'g++'))
+    return sys.platform == 'linux' and bool(compiler) and os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h'))
+
+
 def keep_freed_memory():
     """
     Tell glibc to keep what is freed: otherwise each large tensor goes back to the system and is faulted in again page by page.
@@ -97,6 +105,32 @@ def keep_freed_memory():
 def autocast(device, dtype):
     """ the context in which models run: mixed precision with float32 weights, or nothing for float32 """
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+class PackedLinear(torch.nn.Module):
+    """ A Linear for a CPU, its matrix laid out once as oneDNN's bfloat16 kernels read it; torch's own does it anew at each call. """
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().bfloat16(), None)
+        self.bias = None if linear.bias is None else linear.bias.detach().bfloat16()
+
+    def forward(self, x):
+        return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self.weight, self.bias, 'none', [], '').type_as(x)
+
+
+def pack_for_sampling(model, device, dtype):
+    """
+    On a CPU in bfloat16, give the model packed matrices, which halves the time of products with few rows, and leave all else in float32,
+    attention above all: over cached keys and values it takes a third of its time in bfloat16. -> the dtype that autocast is left with.
+    """
+    if device.type != 'cpu' or dtype != torch.bfloat16 or not cpu_has_bf16():
+        return dtype
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, PackedLinear(child))
+    return torch.float32
 
 
 class StepGraph:

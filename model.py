@@ -182,7 +182,8 @@ def make_norm(config):
 def rotate(x, cos, sin):
     """ rotary position embedding in the half-split form of GPT-NeoX and Llama: pairs are (i, i + hd/2) """
     x1, x2 = x.chunk(2, dim=-1)  # (B, T, heads, hd/2) each
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+    cos, sin = cos.type_as(x), sin.type_as(x)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
 # On a CPU torch's attention gains nothing from bfloat16 (its backward pass is slower than in float32); up to about this context

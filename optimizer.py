@@ -5,6 +5,7 @@ How weights move: the learning rate of each step, Muon, and which parameter is w
 import math
 
 import torch
+from torch.optim.adamw import adamw
 
 from model import split_parts
 
@@ -33,9 +34,7 @@ def configure_optimizers(model, config, device, dtype=torch.float32):
     is_muon = {name: config.optimizer == 'muon' and name.startswith('h.') and p.dim() == 2 for name, p in named}
     groups = [{'params': [p for name, p in named if p.dim() >= 2 and not is_muon[name]], 'weight_decay': config.weight_decay},
               {'params': [p for name, p in named if p.dim() < 2], 'weight_decay': 0.0}]
-    optimizers = [torch.optim.AdamW([group for group in groups if group['params']], lr=config.learning_rate,
-                                    betas=(config.beta1, config.beta2), fused=device.type in ('cpu', 'cuda'),
-                                    capturable=device.type == 'cuda')]
+    optimizers = [AdamW([group for group in groups if group['params']], config.learning_rate, (config.beta1, config.beta2), device)]
     if config.optimizer == 'muon':
         rows = [[part.size(0) for _, part in split_parts(name, p, config)] for name, p in named if is_muon[name]]
         optimizers.append(Muon([p for name, p in named if is_muon[name]], rows, lr=config.learning_rate,
@@ -44,24 +43,57 @@ def configure_optimizers(model, config, device, dtype=torch.float32):
     return optimizers
 
 
-def load_optimizers(optimizers, saved, device):
-    """ the state of another process, which may have been on another device """
-    for optimizer, state in zip(optimizers, saved, strict=True):
-        optimizer.load_state_dict(state)
-        for group in optimizer.param_groups:
-            if 'capturable' in group:
-                group['capturable'] = device.type == 'cuda'
-
-
 def set_learning_rate(optimizers, lr, device):
     """ on a GPU in a tensor that stays where it is, which a CUDA graph reads anew at each replay """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if device.type != 'cuda':
             group['lr'] = lr
-        elif isinstance(group['lr'], torch.Tensor) and group['lr'].device == device:
+        elif isinstance(group['lr'], torch.Tensor):
             group['lr'].fill_(lr)
-        else:  # the first time, or from a checkpoint
+        else:
             group['lr'] = torch.tensor(lr, device=device)
+
+
+class Optimizer:
+    """ What torch.optim.Optimizer would do for us, without importing torch._dynamo as it does: two seconds of every start. """
+
+    def __init__(self, groups):
+        self.param_groups = groups
+        self.state = {p: {} for group in groups for p in group['params']}
+
+    def zero_grad(self):
+        for p in self.state:
+            p.grad = None
+
+    def state_dict(self):
+        """ the state of each parameter in turn; the settings are the config's """
+        return {'state': dict(enumerate(self.state.values()))}
+
+    def load_state_dict(self, saved):
+        """ also one that torch.optim wrote """
+        for i, p in enumerate(self.state):
+            self.state[p] = {key: value.to(p.device) for key, value in saved['state'].get(i, {}).items()}
+
+
+class AdamW(Optimizer):
+    """ torch's own, fused where it can be """
+
+    def __init__(self, groups, lr, betas, device):
+        super().__init__([{'lr': lr, **group} for group in groups])
+        self.betas = betas
+        self.options = {'fused': device.type in ('cpu', 'cuda'), 'capturable': device.type == 'cuda'}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = [p for p in group['params'] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {'step': torch.zeros((), device=p.device), 'exp_avg': torch.zeros_like(p),
+                                     'exp_avg_sq': torch.zeros_like(p)}
+            averages, squares, steps = ([self.state[p][key] for p in params] for key in ('exp_avg', 'exp_avg_sq', 'step'))
+            adamw(params, [p.grad for p in params], averages, squares, [], steps, amsgrad=False, beta1=self.betas[0], beta2=self.betas[1],
+                  lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8, maximize=False, **self.options)
 
 
 def orthogonalize(m, steps=5):
@@ -75,7 +107,7 @@ def orthogonalize(m, steps=5):
     return x.mT if transposed else x
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """
     Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, for the matrices of the blocks. The update is that of
     torch.optim.Muon with adjust_lr_fn='match_rms_adamw' (a test holds the two together). Why not that one: it iterates in bfloat16
@@ -89,7 +121,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params, rows, lr, weight_decay, momentum, dtype=torch.float32):
-        super().__init__([{'params': params, 'rows': rows}], {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
+        super().__init__([{'params': params, 'rows': rows, 'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum}])
         self.dtype = dtype
 
     @torch.no_grad()

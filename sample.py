@@ -18,7 +18,7 @@ import torch
 import checkpoint
 from configurator import UserError, configure, die, require
 from data import tokenizers
-from machine import autocast, choose_device
+from machine import autocast, choose_device, pack_for_sampling
 from model import GPT, config_from, generate
 
 
@@ -85,7 +85,7 @@ def main():
         raise UserError("the prompt is empty; give at least one character, such as --start=$'\\n'")
     model = GPT(model_config)
     model.load_state_dict(state['model'])
-    model.to(device)
+    dtype = pack_for_sampling(model.to(device), device, dtype)
 
     block_size = model_config.block_size
     val = f", val loss {state['val']['val/loss']:.4f}" if state['val'] else ""

@@ -25,13 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import StepGraph, autocast, choose_device, describe_machine, peak_flops, peak_memory
+from machine import StepGraph, autocast, choose_device, cpu_compiles, cpu_has_bf16, describe_machine, peak_flops, peak_memory
 from model import GPT, GPTConfig, component_of, components, ffn_health, split_parts, table, totals
-from optimizer import configure_optimizers, learning_rate, load_optimizers, set_learning_rate
+from optimizer import configure_optimizers, learning_rate, set_learning_rate
 from tracking import Tracker, one_line, read_json
 
 MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch on a CPU
 SMALL_MODEL = 30e6  # parameters below which a GPU waits for its kernels to be launched
+WORTH_COMPILING = 1e13  # FLOPs of training from which compiling pays on a CPU: it takes half a minute, and then a third off each step
 HEALTH_TOKENS = 2**12  # validation tokens that the FFN diagnostics see
 EVAL_BATCH_TOKENS = 2**13  # of a batch in evaluation; a constant, so that the loss does not depend on how training is cut up
 
@@ -62,7 +63,7 @@ class TrainConfig(GPTConfig):
     muon_momentum: float = 0.9  # Muon
     grad_clip: float = 1.0  # largest norm of the gradient (0 = do not clip)
     # evaluation and logging
-    eval_interval: int = 240  # steps between evaluations; the first is before training, the last step is always evaluated
+    eval_interval: int = 360  # steps between evaluations; the first is before training, the last step is always evaluated
     eval_tokens: int = 131072  # validation tokens per evaluation, always the same ones (0 = the whole split)
     eval_only: bool = False  # evaluate the run's newest checkpoint, write nothing, and stop
     target_loss: float = 0.0  # stop once the validation loss is this low (0 = never)
@@ -72,7 +73,7 @@ class TrainConfig(GPTConfig):
     # the machine
     device: str = 'auto'  # cpu, cuda, cuda:N, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights are float32
-    compile: Literal['auto', True, False] = 'auto'  # torch.compile (auto = on CUDA)
+    compile: Literal['auto', True, False] = 'auto'  # torch.compile (auto = on CUDA, and for long runs on a CPU with bfloat16)
     cuda_graph: Literal['auto', True, False] = 'auto'  # a whole step as one CUDA graph (auto = on CUDA, for small models without dropout)
     # wandb
     wandb: Literal['auto', 'online', 'offline', 'disabled'] = 'auto'  # auto = online where a key is configured, else offline
@@ -160,9 +161,18 @@ def update(model, optimizers, scaler, grad_clip):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     for optimizer in optimizers:
         scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     scaler.update()
     return norm
+
+
+def choose_compile(config, device, dtype):
+    if config.compile != 'auto':
+        return config.compile
+    if device.type != 'cpu':
+        return device.type == 'cuda'
+    flops = config.max_iters * config.batch_size * config.block_size * totals(components(config))['train_flops']
+    return flops >= WORTH_COMPILING and dtype == torch.bfloat16 and cpu_has_bf16() and cpu_compiles()
 
 
 def use_step_graph(config, device, world_size, micro_batches, scaler):
@@ -242,7 +252,6 @@ def main():
         raise UserError(f"batch_size = {B}: must be a multiple of {world_size} processes"
                         + (f" x micro_batch_size = {config.micro_batch_size}" if config.micro_batch_size else ""))
     device, dtype = choose_device(config.device, config.dtype, local_rank)
-    compiled = device.type == 'cuda' if config.compile == 'auto' else config.compile
     stop_signals = watch_signals()
     if world_size > 1:
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
@@ -283,6 +292,7 @@ def main():
     if device.type == 'cuda' and not config.micro_batch_size and not config.eval_only:
         micro = fit_micro_batch(model, config, share, device, dtype, print if rank == 0 else lambda line: None)
     micro_batches = range(rank, B // micro, world_size)
+    compiled = choose_compile(config, device, dtype)
     if compiled:
         model.compile(dynamic=False)  # in place: the state dict keeps its names
     if config.eval_only:
@@ -295,7 +305,8 @@ def main():
     start_iter, seconds, best_val, val = 0, 0.0, math.inf, None
     if state:
         start_iter, seconds, best_val, val = state['iter'], state['seconds'], state['best_val'], state['val']
-        load_optimizers(optimizers, state['optimizers'], device)
+        for optimizer, saved in zip(optimizers, state['optimizers'], strict=True):
+            optimizer.load_state_dict(saved)
         scaler.load_state_dict(state['scaler'])
         state = None  # frees its memory
     ddp = model
@@ -367,8 +378,9 @@ def main():
     stop, norms = False, {}
     norm, bad_iter, skipped = (torch.full((), value, device=device) for value in (0.0, -1, 0))  # stay on the device between lines
     ddp.train()
-    gc.collect()
-    gc.freeze()  # what lives until the end need not be looked at again and again
+    if device.type == 'cuda':
+        gc.collect()
+        gc.freeze()  # what lives until the end need not be looked at again and again, while the GPU waits
     for it in range(start_iter, max(start_iter, config.max_iters) + 1):
         last = it >= config.max_iters
         evaluating = (last or it % config.eval_interval == 0) and not (val and val['iter'] == it)

@@ -87,7 +87,7 @@ def test_train(script, ref):
 
 @pytest.mark.slow
 def test_ffns(script):
-    out = script('bench.py', '--ffns=gelu,swiglu', '--rounds=2', '--seconds=0.01').out
+    out = script('bench.py', '--ffns=gelu,swiglu', '--rounds=2', '--seconds=0.01', '--dtype=float32').out
     result = json.loads(out.splitlines()[-1])
     assert {'gelu', 'swiglu', 'again'} == set(result['sides']) and result['ratio'] is None and 'against gelu' in out
 

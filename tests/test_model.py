@@ -1,5 +1,8 @@
+import copy
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import UserError, parse
-from machine import autocast, choose_device, cpu_has_bf16
+from machine import autocast, choose_device, cpu_has_bf16, pack_for_sampling
 from model import (
     FFNS,
     GPT,
@@ -28,7 +31,7 @@ from model import (
     table,
     totals,
 )
-from optimizer import Muon, orthogonalize
+from optimizer import AdamW, Muon, orthogonalize
 
 SMALL = GPTConfig(block_size=16, vocab_size=40, n_layer=2, n_head=4, n_embd=48, zero_init=False)
 SHAPES = {  # one for each term of the formulas
@@ -336,6 +339,41 @@ def test_muon_is_torchs_muon():
     assert (ours - start).norm() > 0.01
 
 
+def test_adamw_is_torchs_adamw():
+    """ to the last bit, and from a state that torch wrote """
+    torch.manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.full((7, 5), 0.5)), torch.nn.Parameter(torch.ones(5))] for _ in range(2))
+
+    def groups(params):
+        return [{'params': params[:1], 'weight_decay': 0.1}, {'params': params[1:], 'weight_decay': 0.0}]
+
+    a = AdamW(groups(ours), 0.01, (0.9, 0.95), torch.device('cpu'))
+    b = torch.optim.AdamW(groups(theirs), lr=0.01, betas=(0.9, 0.95), fused=True)
+    for i in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+        a.zero_grad()
+        assert ours[0].grad is None and all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+        if i == 2:
+            saved = a.state_dict()
+            a = AdamW(groups(ours), 0.01, (0.9, 0.95), torch.device('cpu'))
+            a.load_state_dict(copy.deepcopy(b.state_dict()))
+            assert saved['state'].keys() == b.state_dict()['state'].keys() == {0, 1}
+
+
+def test_an_eager_run_does_not_import_dynamo():
+    """ torch's optimizers would: two seconds of every start """
+    lines = ["import sys, torch", "from model import GPT", "from optimizer import configure_optimizers", "from train import TrainConfig, accumulate, update",
+             "config = TrainConfig(vocab_size=64, n_layer=1, n_embd=24)", "model, cpu = GPT(config), torch.device('cpu')", "x = torch.zeros(2, 8, dtype=torch.long)",
+             "scaler, optimizers = torch.amp.GradScaler('cpu', enabled=False), configure_optimizers(model, config, cpu)",
+             "accumulate(model, [(x, x)], 1, scaler, cpu, torch.float32)", "update(model, optimizers, scaler, 1.0)",
+             "assert optimizers[0].state[model.lm_head.weight]['step'] == 1 and 'torch._dynamo' not in sys.modules"]
+    subprocess.run([sys.executable, '-c', '\n'.join(lines)], cwd=ROOT, check=True)
+
+
 def test_muon_treats_the_parts_of_a_fused_matrix_apart():
     torch.manual_seed(0)
     grad = torch.randn(24, 16)
@@ -458,6 +496,27 @@ def test_choose_device():
     for name in ('gpu', 'cuda:99', 'meta', 'cpu:x'):
         with pytest.raises(UserError, match='device'):
             choose_device(name)
+
+
+@pytest.mark.skipif(not cpu_has_bf16(), reason="no bfloat16 in hardware")
+@pytest.mark.parametrize('bias', [False, True])
+def test_packed_matrices_give_the_same_products(bias):
+    """ as near to float32 as autocast is """
+    config = replace(SMALL, bias=bias)
+    model, idx, cpu = GPT(config).eval(), tokens(config, B=2), torch.device('cpu')
+    for name, p in model.named_parameters():
+        if name.endswith('bias'):
+            p.data.normal_()
+    packed = copy.deepcopy(model)
+    assert pack_for_sampling(packed, cpu, torch.float32) == torch.float32 and torch.equal(packed(idx)[0], model(idx)[0])
+    assert pack_for_sampling(packed, cpu, torch.bfloat16) == torch.float32
+    with torch.no_grad():
+        exact = model(idx)[0]
+        with autocast(cpu, torch.bfloat16):
+            rough = model(idx)[0].float()
+        error, usual = (packed(idx)[0] - exact).abs().max(), (rough - exact).abs().max()
+    assert 0 < error < 1.5 * usual < 0.2
+    assert not [module for module in packed.modules() if isinstance(module, torch.nn.Linear)]
 
 
 # compiling takes seconds: the others with pytest -m slow

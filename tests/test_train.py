@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, TINY, environment, metrics
 
 import checkpoint
+import train
 from configurator import parse
 from machine import peak_flops
 from model import FFNS, GPT, GPTConfig, components, totals
@@ -288,6 +289,21 @@ def test_bfloat16_ends_near_float32(script, tiny_data, tmp_path):
         script('train.py', *TINY, f'--dataset={tiny_data}', f'--dtype={dtype}', f'--out_dir=out/{dtype}')
     a, b = (list(metrics(tmp_path / 'out' / dtype, 'val/loss').values())[-1] for dtype in ('float32', 'bfloat16'))
     assert a == pytest.approx(b, abs=0.05) and a != b
+
+
+def test_what_is_compiled(monkeypatch):
+    """ on a CPU only what is worth it: long runs in bfloat16, where there is a compiler """
+    def chosen(device='cpu', dtype=torch.bfloat16, **changes):
+        return train.choose_compile(TrainConfig(vocab_size=256, **changes), torch.device(device), dtype)
+
+    for name in ('cpu_has_bf16', 'cpu_compiles'):
+        monkeypatch.setattr(train, name, lambda: True)
+    assert 720 * 16 * 128 * 3391488 == pytest.approx(5.0e12, rel=0.001)  # the default run
+    assert not chosen() and not chosen(max_iters=1400) and chosen(max_iters=1500) and chosen(batch_size=64)
+    assert not chosen(max_iters=1500, dtype=torch.float32) and not chosen(max_iters=1500, compile=False)
+    assert chosen(compile=True) and chosen('cuda') and not chosen('mps', max_iters=1500)
+    monkeypatch.setattr(train, 'cpu_compiles', lambda: False)
+    assert not chosen(max_iters=1500)
 
 
 def test_no_compiler(script, tiny_data):
