@@ -5,6 +5,8 @@ A checkpoint is a plain dict that `torch.load(weights_only=True)` accepts; 'mode
 temporary file, synced, renamed, and verified by its CRC-32 when read, which torch.load itself does not do.
 """
 
+import contextlib
+import errno
 import os
 import re
 import socket
@@ -19,11 +21,19 @@ from data.writer import replacing
 # (max_iters stretches the schedule unless lr_decay_iters is given. The dataset is compared by content, not by name.)
 MAY_CHANGE = {'out_dir', 'init_from', 'dataset', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_only', 'target_loss',
               'log_interval', 'checkpoint_interval', 'keep_checkpoints', 'micro_batch_size', 'loss_chunks', 'device', 'compile',
-              'cuda_graph', 'wandb', 'wandb_project', 'wandb_name', 'wandb_group', 'wandb_tags'}
+              'cuda_graph', 'deterministic', 'wandb', 'wandb_project', 'wandb_name', 'wandb_group', 'wandb_tags'}
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LEFTOVER = r'(ckpt_\d{8}\.pt|best\.pt|(run|summary)\.json|metrics\.jsonl)(\.\d+)?\.tmp'  # of a run that was killed while it wrote
 
 
 class InUse(UserError):
     """ another process holds the run directory """
+
+
+class NoSpace(UserError):
+    """ a checkpoint could not be written; those before it are as they were """
 
 
 def lock(out_dir):
@@ -66,21 +76,50 @@ def paths(out_dir):
     return [os.path.join(out_dir, name) for name in sorted(names) if re.fullmatch(r'ckpt_\d{8}\.pt', name)]
 
 
+class ErrorKeeper:
+    """ a file for torch.save, which hides the reason when writing fails """
+
+    def __init__(self, file):
+        self.file, self.error = file, None
+
+    def write(self, data):
+        try:
+            return self.file.write(data)
+        except OSError as e:
+            self.error = e
+            raise
+
+    def flush(self):
+        pass  # when all is written
+
+
+def write_state(path, state):
+    """ Raises NoSpace when the disk or a quota is full; nothing of the new file is left then. """
+    keeper = None
+    try:
+        with replacing(path) as file:
+            keeper = ErrorKeeper(file)
+            torch.save(state, keeper)
+    except (OSError, RuntimeError) as e:
+        error = keeper and keeper.error or e
+        if getattr(error, 'errno', None) not in NO_SPACE:
+            raise
+        raise NoSpace(f"could not save {path}: {error.strerror}; earlier checkpoints are intact") from None
+
+
 def save(out_dir, state, keep, is_best=False):
-    """ Write ckpt_<iter>.pt, make it best.pt too if is_best, then drop all but the newest `keep`. """
+    """ Write ckpt_<iter>.pt, make it best.pt too if is_best, then drop all but the newest `keep`. Raises NoSpace. """
     path = os.path.join(out_dir, f"ckpt_{state['iter']:08d}.pt")
-    with replacing(path) as file:
-        torch.save(state, file)
+    write_state(path, state)
     if is_best:  # a second name for the same bytes; a copy where the file system has no hard links
         best, link = os.path.join(out_dir, 'best.pt'), os.path.join(out_dir, 'best.pt.tmp')
         try:
-            if os.path.exists(link):
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(link)
             os.link(path, link)
             os.replace(link, best)
         except OSError:
-            with replacing(best) as file:
-                torch.save(state, file)
+            write_state(best, state)
     for old in paths(out_dir)[:-keep]:
         os.unlink(old)
 
@@ -137,6 +176,9 @@ def open_run(out_dir, init_from, config, say=print):
     """
     out_dir = os.path.normpath(out_dir)
     held = lock(out_dir)
+    for name in os.listdir(out_dir):
+        if re.fullmatch(LEFTOVER, name):
+            os.unlink(os.path.join(out_dir, name))
     path, state = load_latest(out_dir, say) if init_from != 'scratch' else (None, None)
     changed = changed_settings(state['config'], config) if state else {}
     differences = ', '.join(f'{key} was {old!r}, now {new!r}' for key, (old, new) in changed.items())

@@ -107,6 +107,21 @@ def autocast(device, dtype):
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
+def be_deterministic(device, compiled):
+    """
+    Same machine type, versions and number of processes: same bits. On a CPU nothing here is slower for it; on a GPU attention is, and
+    the embedding's gradient. torch raises where it has no such algorithm.
+    """
+    if compiled:
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.set_deterministic_debug_mode('error')  # the same, without importing the compiler
+    torch.utils.deterministic.fill_uninitialized_memory = False  # we read none
+    if device.type == 'cuda':
+        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class PackedLinear(torch.nn.Module):
     """ A Linear for a CPU, its matrix laid out once as oneDNN's bfloat16 kernels read it; torch's own does it anew at each call. """
 

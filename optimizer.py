@@ -55,7 +55,10 @@ def set_learning_rate(optimizers, lr, device):
 
 
 class Optimizer:
-    """ What torch.optim.Optimizer would do for us, without importing torch._dynamo as it does: two seconds of every start. """
+    """
+    What torch.optim.Optimizer would do for us, without importing torch._dynamo as it does: two seconds of every start.
+    step(skip): with a tensor of one, on the device, everything stays as it is; with zero or None it is a step.
+    """
 
     def __init__(self, groups):
         self.param_groups = groups
@@ -84,7 +87,7 @@ class AdamW(Optimizer):
         self.options = {'fused': device.type in ('cpu', 'cuda'), 'capturable': device.type == 'cuda'}
 
     @torch.no_grad()
-    def step(self):
+    def step(self, skip=None):
         for group in self.param_groups:
             params = [p for p in group['params'] if p.grad is not None]
             for p in params:
@@ -93,7 +96,7 @@ class AdamW(Optimizer):
                                      'exp_avg_sq': torch.zeros_like(p)}
             averages, squares, steps = ([self.state[p][key] for p in params] for key in ('exp_avg', 'exp_avg_sq', 'step'))
             adamw(params, [p.grad for p in params], averages, squares, [], steps, amsgrad=False, beta1=self.betas[0], beta2=self.betas[1],
-                  lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8, maximize=False, **self.options)
+                  lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8, maximize=False, found_inf=skip, **self.options)
 
 
 def orthogonalize(m, steps=5):
@@ -105,6 +108,29 @@ def orthogonalize(m, steps=5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x.mT if transposed else x
+
+
+class SpikeGuard:
+    """
+    Steps to leave out: those whose gradient norm is over 6 standard deviations above its running mean (exponential, over 100 steps).
+    Everything stays on the device. The first 50 steps only teach it; a spike counts as the limit that it broke, so that a lasting
+    change is accepted in time.
+    """
+
+    def __init__(self, device):
+        self.state = torch.zeros(4, device=device)  # norms seen, their mean and variance, spikes
+
+    def judge(self, norm):
+        """ norm: of this step's gradient -> 1.0 for a spike, else 0.0, as a tensor """
+        n, mean, variance, spikes = self.state
+        norm = torch.where(norm.isfinite(), norm, mean)  # float16's loss scaler leaves out the others
+        limit = mean + 6 * variance.sqrt()
+        spike = (n >= 50) & (norm > limit)
+        weight = (1 / (n + 1)).clamp(min=0.01)  # a plain mean at first
+        difference = torch.where(spike, limit, norm) - mean
+        self.state.copy_(torch.stack((n + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference**2),
+                                      spikes + spike)))
+        return spike.float()
 
 
 class Muon(Optimizer):
@@ -125,7 +151,8 @@ class Muon(Optimizer):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self):
+    def step(self, skip=None):
+        keep = 1.0 if skip is None else 1 - skip
         for group in self.param_groups:
             parts = {}  # shape -> [(weights, update)]: parts of one shape are one batched product
             for p, rows in zip(group['params'], group['rows'], strict=True):
@@ -134,7 +161,7 @@ class Muon(Optimizer):
                 state = self.state[p]
                 if not state:
                     state['momentum_buffer'] = torch.zeros_like(p)
-                average = state['momentum_buffer'].lerp_(p.grad, 1 - group['momentum'])
+                average = state['momentum_buffer'].lerp_(p.grad, (1 - group['momentum']) * keep)
                 update = p.grad.lerp(average, group['momentum'])
                 for weights, part in zip(p.split(rows), update.split(rows), strict=True):
                     parts.setdefault(weights.shape, []).append((weights, part))
@@ -142,5 +169,5 @@ class Muon(Optimizer):
                 stacked = torch.stack([update for _, update in pairs])  # (parts, rows, columns)
                 updates = orthogonalize(stacked.to(self.dtype))
                 for (weights, _), update in zip(pairs, updates, strict=True):
-                    weights.mul_(1 - group['lr'] * group['weight_decay'])
-                    weights.sub_(update * (group['lr'] * 0.2 * math.sqrt(max(shape))))
+                    weights.mul_(1 - group['lr'] * group['weight_decay'] * keep)
+                    weights.sub_(update * (group['lr'] * 0.2 * math.sqrt(max(shape)) * keep))

@@ -3,6 +3,7 @@ Where a run's numbers go: the terminal, metrics.jsonl (the truth), and wandb (a 
 """
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -105,7 +106,7 @@ class Tracker:
         kept = read_metrics(path, up_to=start_iter) if start_iter else []
         with replacing(path) as file:
             file.write(''.join(json.dumps(record) + '\n' for record in kept).encode())
-        self.file = open(path, 'a', encoding='utf-8', buffering=1)
+        self.file, self.unwritten, self.warned = open(path, 'ab', buffering=0), b'', False
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.out_dir, 'summary.json'))  # of the shorter run that is being continued
         run['wandb_id'] = read_json(os.path.join(self.out_dir, 'run.json')).get('wandb_id') or secrets.token_hex(4)
@@ -118,7 +119,12 @@ class Tracker:
     def say(self, text):
         """ a line for the person at the terminal """
         if self.active:
-            tqdm.write(text) if self.bar else print(text, flush=True)
+            try:
+                tqdm.write(text) if self.bar else print(text, flush=True)
+            except BrokenPipeError:  # `| head` has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except OSError:  # a terminal that is gone, a full disk
+                pass
 
     def progress(self, it, text):
         """ where training stands after `it` steps: in the bar on a terminal, else a line """
@@ -131,8 +137,28 @@ class Tracker:
     def log(self, record):
         """ one record, {'iter': ..., 'tokens': ..., metric: value, ...}, to metrics.jsonl and wandb """
         if self.active:
-            self.file.write(json.dumps(record) + '\n')
+            self.append(json.dumps(record).encode() + b'\n')
             self.mirror(lambda: self.wandb.log({key: value for key, value in record.items() if value is not None}))
+
+    def sync(self):
+        """ what is in metrics.jsonl survives a power cut; before each checkpoint, which it must not be behind """
+        if self.active:
+            with contextlib.suppress(OSError):
+                os.fsync(self.file.fileno())
+
+    def append(self, line):
+        """ to metrics.jsonl, together with what could not be written before; where that fails, nothing of it stays in the file """
+        self.unwritten += line
+        size = os.fstat(self.file.fileno()).st_size
+        try:
+            if self.file.write(self.unwritten) < len(self.unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.unwritten, self.warned = b'', False
+        except OSError as e:
+            os.ftruncate(self.file.fileno(), size)
+            if not self.warned:
+                self.say(f"warning: cannot write metrics.jsonl ({e.strerror}); what it should hold is kept in memory and tried again")
+            self.warned = True
 
     def finish(self, summary=None, exit_code=0):
         """ close everything; summary.json is written last, and says that the run is complete """
@@ -141,6 +167,8 @@ class Tracker:
         if self.bar:
             self.bar.close()
             self.bar = None
+        if self.unwritten:
+            self.append(b'')
         self.file.close()
         if summary:
             self.mirror(lambda: self.wandb.summary.update({f'final/{key}': value for key, value in summary.items()}))

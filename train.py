@@ -25,9 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import StepGraph, autocast, choose_device, cpu_compiles, cpu_has_bf16, describe_machine, peak_flops, peak_memory
+from machine import (
+    StepGraph,
+    autocast,
+    be_deterministic,
+    choose_device,
+    cpu_compiles,
+    cpu_has_bf16,
+    describe_machine,
+    peak_flops,
+    peak_memory,
+)
 from model import GPT, GPTConfig, component_of, components, ffn_health, split_parts, table, totals
-from optimizer import configure_optimizers, learning_rate, set_learning_rate
+from optimizer import SpikeGuard, configure_optimizers, learning_rate, set_learning_rate
 from tracking import Tracker, one_line, read_json
 
 MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch on a CPU
@@ -62,6 +72,7 @@ class TrainConfig(GPTConfig):
     beta2: float = 0.95  # AdamW
     muon_momentum: float = 0.9  # Muon
     grad_clip: float = 1.0  # largest norm of the gradient (0 = do not clip)
+    skip_spikes: bool = False  # leave out steps whose gradient norm is over 6 standard deviations above its running mean
     # evaluation and logging
     eval_interval: int = 360  # steps between evaluations; the first is before training, the last step is always evaluated
     eval_tokens: int = 131072  # validation tokens per evaluation, always the same ones (0 = the whole split)
@@ -75,6 +86,7 @@ class TrainConfig(GPTConfig):
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matrix products; weights are float32
     compile: Literal['auto', True, False] = 'auto'  # torch.compile (auto = on CUDA, and for long runs on a CPU with bfloat16)
     cuda_graph: Literal['auto', True, False] = 'auto'  # a whole step as one CUDA graph (auto = on CUDA, for small models without dropout)
+    deterministic: Literal['auto', True, False] = 'auto'  # the same bits from the same run again (auto = on a CPU; slower on a GPU)
     # wandb
     wandb: Literal['auto', 'online', 'offline', 'disabled'] = 'auto'  # auto = online where a key is configured, else offline
     wandb_project: str = 'nanoffn'  # wandb project
@@ -154,13 +166,14 @@ def accumulate(ddp, batches, n, scaler, device, dtype):
     return loss
 
 
-def update(model, optimizers, scaler, grad_clip):
-    """ clip the gradients, step, and drop them; -> the norm before clipping, on the device """
+def update(model, optimizers, scaler, grad_clip, guard=None):
+    """ clip the gradients, step (unless guard finds a spike), and drop them; -> the norm before clipping, on the device """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # clipping needs the true gradient
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    skip = guard.judge(norm) if guard else None
     for optimizer in optimizers:
-        scaler.step(optimizer)
+        scaler.step(optimizer, skip)
         optimizer.zero_grad()
     scaler.update()
     return norm
@@ -226,18 +239,23 @@ def evaluate(model, data, config, rank, world_size, device, dtype):
     return {'val/loss': loss, 'val/stderr': stderr, 'val/bpb': data.bits_per_byte(loss), 'val/tokens': int(counts.sum())}
 
 
+SIGNALS = [getattr(signal, name) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGHUP') if hasattr(signal, name)]
+
+
 def watch_signals():
     """ -> a list that holds the number of the signal that asked the run to stop; a second one stops it at once """
-    received = []
+    received, at = [], []
 
     def on_signal(number, frame):
-        if received:
+        if received and time.monotonic() > at[0] + 0.5:  # what comes together is one: a launcher may pass on what the group got too
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         received.append(number)  # nothing else here: the loop finishes its step, saves and leaves
+        at.append(time.monotonic())
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, on_signal)
     return received
 
 
@@ -255,6 +273,7 @@ def main():
     stop_signals = watch_signals()
     if world_size > 1:
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+        signal_group = dist.new_group(backend='gloo')  # through which the processes agree to stop, without waiting for their GPUs
 
     # the data; rank 0 makes it if need be, the others wait
     if rank == 0:
@@ -293,6 +312,8 @@ def main():
         micro = fit_micro_batch(model, config, share, device, dtype, print if rank == 0 else lambda line: None)
     micro_batches = range(rank, B // micro, world_size)
     compiled = choose_compile(config, device, dtype)
+    if config.deterministic is True or config.deterministic == 'auto' and device.type == 'cpu':
+        be_deterministic(device, compiled)
     if compiled:
         model.compile(dynamic=False)  # in place: the state dict keeps its names
     if config.eval_only:
@@ -302,12 +323,17 @@ def main():
         return
     optimizers = configure_optimizers(model, config, device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    guard = SpikeGuard(device) if config.skip_spikes else None
+    if guard and device.type == 'mps':
+        raise UserError("skip_spikes = True: not on mps; use another --device, or leave it out")
     start_iter, seconds, best_val, val = 0, 0.0, math.inf, None
     if state:
         start_iter, seconds, best_val, val = state['iter'], state['seconds'], state['best_val'], state['val']
         for optimizer, saved in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(saved)
         scaler.load_state_dict(state['scaler'])
+        if guard:
+            guard.state.copy_(state['guard'])
         state = None  # frees its memory
     ddp = model
     if world_size > 1:
@@ -357,22 +383,37 @@ def main():
         if (bad := int(bad_iter)) >= 0:
             tracker.log({'iter': bad + 1, 'tokens': (bad + 1) * B * T, 'diverged': True})
             tracker.finish(exit_code=1)
-            raise UserError(f"the loss is not finite at iter {bad + 1} (learning rate {learning_rate(bad, config):.3g}, gradient norm "
-                            f"{float(norm):.3g}); last checkpoint: {(checkpoint.paths(config.out_dir) or ['none'])[-1]}; "
-                            "lower learning_rate or set grad_clip")
+            raise UserError(f"the loss is not finite at iter {bad + 1} (the batch of sequences {bad * B:,} to {(bad + 1) * B - 1:,}, "
+                            f"learning rate {learning_rate(bad, config):.3g}, gradient norm {float(norm):.3g}); last checkpoint: "
+                            f"{(checkpoint.paths(config.out_dir) or ['none'])[-1]}; lower learning_rate or set grad_clip")
 
-    def save(it, is_best):
-        if rank == 0:
+    failures = 0
+
+    def save(it, is_best, insist):
+        """ a full disk is a warning twice in a row, unless insist """
+        nonlocal failures
+        if rank > 0:
+            return
+        tracker.sync()
+        try:
             checkpoint.save(config.out_dir, {
                 'model': model.state_dict(), 'optimizers': [optimizer.state_dict() for optimizer in optimizers],
-                'scaler': scaler.state_dict(), 'iter': it, 'seconds': seconds + window, 'val': val, 'best_val': best_val,
-                'config': settings, 'tokenizer': data.meta['tokenizer'], 'world_size': world_size, 'versions': machine['versions'],
+                'scaler': scaler.state_dict(), 'guard': guard and guard.state, 'iter': it, 'seconds': seconds + window, 'val': val,
+                'best_val': best_val, 'config': settings, 'tokenizer': data.meta['tokenizer'], 'world_size': world_size,
+                'versions': machine['versions'],
             }, config.keep_checkpoints, is_best)
+            failures = 0
+        except checkpoint.NoSpace as e:
+            failures += 1
+            if insist or failures == 3:
+                tracker.finish(exit_code=1)
+                raise UserError(f"{e}; make room, then the same command continues from the newest") from None
+            tracker.say(f"warning: {e}; training goes on, and the next save is at the next interval")
 
     step_graph = None
     if use_step_graph(config, device, world_size, len(micro_batches), scaler):
         step_graph = StepGraph(lambda x, y: (accumulate(model, [(x, y)], 1, scaler, device, dtype),
-                                             update(model, optimizers, scaler, config.grad_clip)))
+                                             update(model, optimizers, scaler, config.grad_clip, guard)))
 
     # the loop goes round once more than there are steps: evaluate, save, then leave or take a step
     stop, norms = False, {}
@@ -407,7 +448,7 @@ def main():
                             f"dead units {record['ffn/dead_frac']:.1%}")
             tracker.log(record)
         if saving or is_best or last:
-            save(it, is_best)
+            save(it, is_best, insist=stop or last)
         if evaluating or saving:
             lap()  # not training time
         if last or stop:
@@ -423,7 +464,7 @@ def main():
             loss = accumulate(ddp, load(it), len(micro_batches), scaler, device, dtype)
             if wants_norms:
                 norms = gradient_norms(model, scaler.get_scale())
-            norm = update(model, optimizers, scaler, config.grad_clip)
+            norm = update(model, optimizers, scaler, config.grad_clip, guard)
         bad = ~loss.isfinite() if scaler.is_enabled() else ~(loss.isfinite() & norm.isfinite())
         bad_iter = torch.where((bad_iter < 0) & bad, it, bad_iter)
         skipped += ~norm.isfinite()  # with float16 the scaler skips such a step
@@ -433,13 +474,16 @@ def main():
         n = it + 1
         if device.type == 'cpu':
             check_finite()
-        if world_size == 1:
-            stop = bool(stop_signals)
+        stop = bool(stop_signals)
+        if world_size > 1:  # all stop after the same step
+            asked = torch.tensor(float(stop))
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=signal_group)
+            stop = bool(asked)
         if n == 1 or n % config.log_interval == 0 or n == config.max_iters:
-            shared = torch.stack((loss / world_size, torch.full_like(loss, bool(stop_signals))))
+            mean_loss = loss / world_size
             if world_size > 1:
-                dist.all_reduce(shared)
-            train_loss, stop = shared[0].item(), shared[1].item() > 0  # all processes stop after the same step
+                dist.all_reduce(mean_loss)
+            train_loss = mean_loss.item()
             check_finite()
             window += lap()
             seconds += window
@@ -449,12 +493,15 @@ def main():
             window, window_iters = 0.0, 0
             tracker.log({'iter': n, 'tokens': n * B * T, 'flops': n * B * T * cost['train_flops'], 'seconds': seconds, 'lr': lr,
                          'train/loss': train_loss, 'grad_norm': norm.item(), 'tokens_per_sec': speed, 'mfu': mfu,
-                         **({'skipped_steps': int(skipped)} if scaler.is_enabled() else {})})
-            tracker.progress(n, f"loss {train_loss:.5f} | lr {lr:.2e} | {1000 * step_time:.0f} ms | {speed:,.0f} tok/s | "
-                                f"{flops / 1e9:,.0f} GFLOP/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | "
-                                f"eta {clock((config.max_iters - n) * step_time)}")
+                         **({'skipped_steps': int(skipped)} if scaler.is_enabled() else {}),
+                         **({'spikes': int(guard.state[3])} if guard else {})})
+            # a narrow terminal cuts what comes last
+            tracker.progress(n, f"loss {train_loss:.5f} | eta {clock((config.max_iters - n) * step_time)} | {1000 * step_time:.0f} ms | "
+                                f"{speed:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} | {flops / 1e9:,.0f} GFLOP/s | lr {lr:.2e}")
 
     seconds += window
+    if world_size > 1:
+        dist.barrier(signal_group)  # until rank 0 has saved: torchrun ends all when one has left
     if not last:
         number = (stop_signals or [signal.SIGTERM])[0]
         tracker.say(f"stopped by {signal.Signals(number).name} at iter {it}, saved; the same command continues from there")
@@ -510,6 +557,10 @@ if __name__ == '__main__':
         main()
     except (UserError, torch.OutOfMemoryError) as e:
         die(e if isinstance(e, UserError) else "out of memory; set a smaller --micro_batch_size, which does not change the result")
+    except OSError as e:
+        if e.errno not in checkpoint.NO_SPACE:
+            raise
+        die(f"{e.filename or 'a file of the run'} could not be written: {e.strerror}; make room, then the same command continues")
     except Exception as e:
         if not type(e).__module__.startswith(('torch._dynamo', 'torch._inductor')):
             raise

@@ -28,7 +28,7 @@ class Char:
         return [self.ids[char] for char in text]
 
     def decode(self, ids):
-        return ''.join(self.chars[i] for i in ids).encode()
+        return ''.join(self.chars[i] for i in ids).encode(errors='replace')
 
 
 class Tiktoken:

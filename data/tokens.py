@@ -168,6 +168,13 @@ def read_meta(path):
     for key, kind in (('tokens', int), ('bytes', int), ('sha256', str)):
         if any(type(meta[key].get(split)) is not kind for split in ('train', 'val')):
             raise UserError(f"{path}: {key!r} must hold train and val; prepare the dataset again")
-    if min(meta['vocab_size'], *meta['tokens'].values(), *meta['bytes'].values()) < 1:
+    if min([meta['vocab_size'], *(meta[key][split] for key in ('tokens', 'bytes') for split in ('train', 'val'))]) < 1:
         raise UserError(f"{path}: vocab_size, tokens and bytes must be above 0; prepare the dataset again")
+    name, chars = meta['tokenizer'].get('name'), meta['tokenizer'].get('chars')
+    if not isinstance(name, str) or name == 'char' and not isinstance(chars, str):
+        raise UserError(f"{path}: 'tokenizer' does not say which; prepare the dataset again")
+    right = 256 if name == 'byte' else len(chars) if name == 'char' else meta['vocab_size']
+    if meta['vocab_size'] != right or right > 2 ** (8 * np.dtype(meta['dtype']).itemsize):
+        raise UserError(f"{path}: vocab_size {meta['vocab_size']} contradicts the tokenizer, {name}, or {meta['dtype']}; "
+                        "prepare the dataset again")
     return meta

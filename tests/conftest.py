@@ -7,8 +7,11 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -43,24 +46,49 @@ def run_script(script, *args, tmp_path, ok=True, processes=1, stdin='', env=None
     Run a script of the repository as a user would; `processes` > 1 goes through torchrun. fork=True starts the process as a copy
     of one that has torch loaded already, which saves its import, 4 of 6 seconds.
     """
-    argv, env = [str(ROOT / script), *map(str, args)], environment(tmp_path, **(env or {}))
     if fork and processes == 1:
-        files = [tmp_path / f'std{name}' for name in ('in', 'out', 'err')]
-        files[0].write_text(stdin)
-        process = FORKSERVER.Process(target=run_forked, args=(argv, str(tmp_path), env, files))
-        process.start()
-        process.join(240)
-        process.kill()
-        result = Result(process.exitcode, files[1].read_text(), files[2].read_text())
-        for file in files:
-            file.unlink()
+        result = start_script(script, *args, tmp_path=tmp_path, stdin=stdin, env=env).wait()
     else:
+        argv, env = [str(ROOT / script), *map(str, args)], environment(tmp_path, **(env or {}))
         torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes > 1 else []
         done = subprocess.run([sys.executable, *torchrun, *argv], cwd=tmp_path, env=env, input=stdin, capture_output=True, text=True, timeout=240)
         result = Result(done.returncode, done.stdout, done.stderr)
     if ok:
         assert result.rc == 0, f"{script} {args}\n{result.out}\n{result.err}"
     return result
+
+
+class Started:
+    """ a script that was started as a copy of the fork server; its output goes to files """
+
+    def __init__(self, argv, tmp_path, env, stdin):
+        self.folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        self.files = [self.folder / name for name in ('stdin', 'stdout', 'stderr')]
+        self.files[0].write_text(stdin)
+        self.process = FORKSERVER.Process(target=run_forked, args=(argv, str(tmp_path), env, self.files), daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+
+    def out(self):
+        return self.files[1].read_text() if self.files[1].exists() else ''
+
+    def wait_for(self, condition):
+        """ until condition() is true; fails when the script ends before """
+        while not condition():
+            assert self.process.is_alive(), self.out() + self.files[2].read_text()
+            time.sleep(0.001)
+
+    def wait(self):
+        self.process.join(240)
+        self.process.kill()
+        self.process.join()
+        result = Result(self.process.exitcode, self.out(), self.files[2].read_text() if self.files[2].exists() else '')
+        shutil.rmtree(self.folder)
+        return result
+
+
+def start_script(script, *args, tmp_path, stdin='', env=None):
+    return Started([str(ROOT / script), *map(str, args)], tmp_path, environment(tmp_path, **(env or {})), stdin)
 
 
 FORKSERVER = multiprocessing.get_context('forkserver')

@@ -108,14 +108,15 @@ def test_unreadable_files(tmp_path):
         parse(Config, [str(tmp_path)])
 
 
-def test_config_files_fuzzed(tmp_path):
+@pytest.mark.parametrize('n', [3000, pytest.param(20000, marks=pytest.mark.chaos)])
+def test_config_files_fuzzed(tmp_path, n):
     """ Mutated config files and flags give a config or a UserError, never anything else. """
-    rng = random.Random(0)
+    rng = random.Random(n)
     seeds = [path.read_bytes() for path in sorted((ROOT / 'config').rglob('*.py'))]
     pieces = [b'(', b')', b'**', b'1e999', b'"', b"'", b'\\', b'\0', b'\xff', b'=', b'\n', b'lambda:0', b'9' * 400, b'-' * 300, b'None', b'...',
               b'nan', b'f"{x}"', b'[', b'{', b'1j', b':=', b'@', b'#', b'if 1:', b'n_layer', b'0x', b'_', b'//0', b'%0', b'~', b'not ']
     outcomes = {'config': 0, 'error': 0}
-    for _ in range(3000):
+    for _ in range(n):
         data = bytearray(rng.choice(seeds))
         for _ in range(rng.randint(1, 5)):
             start = rng.randrange(len(data) + 1)

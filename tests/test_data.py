@@ -1,5 +1,8 @@
+import hashlib
 import json
+import math
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from data.writer import write_dataset
 
 def write(folder, train, val, vocab_size=256):
     splits = {split: [(np.asarray(ids), len(ids))] for split, ids in (('train', train), ('val', val))}
-    write_dataset(folder, splits, {'name': 'byte'}, vocab_size, {'text': 'test'})
+    write_dataset(folder, splits, {'name': 'byte' if vocab_size == 256 else 'ids'}, vocab_size, {'text': 'test'})
     return str(folder)
 
 
@@ -118,7 +121,11 @@ def damage(folder, change):
     (lambda f: (f / 'train.bin').write_bytes(b'\1\0' * 400), ['train.bin', 'sha256']),
     (lambda f: damage(f, lambda m: m.update(dtype='uint32')), ['train.bin', 'uint32']),
     (lambda f: damage(f, lambda m: m.update(dtype='float64')), ['dtype', 'float64']),
-    (lambda f: damage(f, lambda m: m.update(vocab_size=65)), ['train.bin', 'largest token id 199', 'vocab_size 65']),
+    (lambda f: damage(f, lambda m: m.update(vocab_size=65, tokenizer={'name': 'gpt2'})), ['train.bin', 'largest token id 199', 'vocab_size 65']),
+    (lambda f: damage(f, lambda m: m.update(vocab_size=255)), ['meta.json', 'vocab_size 255', 'byte']),
+    (lambda f: damage(f, lambda m: m.update(vocab_size=2, tokenizer={'name': 'char', 'chars': 'abc'})), ['meta.json', 'vocab_size 2', 'char']),
+    (lambda f: damage(f, lambda m: m.update(vocab_size=2**17, tokenizer={'name': 'gpt2'})), ['meta.json', 'vocab_size 131072', 'uint16']),
+    (lambda f: damage(f, lambda m: m.update(tokenizer={'name': ['gpt2']})), ['meta.json', 'tokenizer']),
     (lambda f: damage(f, lambda m: m.update(tokens={'train': 400})), ['meta.json', 'tokens']),
     (lambda f: damage(f, lambda m: m.pop('sha256')), ['meta.json', 'sha256']),
     (lambda f: damage(f, lambda m: m['bytes'].update(val=0)), ['meta.json', 'above 0']),
@@ -133,6 +140,44 @@ def test_damaged_datasets(tmp_path, change, words):
     with pytest.raises(UserError) as e:
         Dataset(str(folder), 16)
     assert all(word in str(e.value) for word in words) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('n', [1500, pytest.param(20000, marks=pytest.mark.chaos)])
+def test_datasets_fuzzed(tmp_path, n):
+    """ mutated meta.json and .bin files give ids below vocab_size, or a UserError; never anything else """
+    folder, rng, outcomes = Path(write(tmp_path / 'd', np.arange(400) % 200, np.arange(100))), random.Random(n), {'data': 0, 'error': 0}
+    whole = {name: (folder / name).read_bytes() for name in ('meta.json', 'train.bin', 'val.bin')}
+    values = [None, True, -1, 0, 1, 255, 257, 2**70, 1.5, math.nan, '', 'x', 'uint32', 'uint16', 'char', 'byte', 'gpt2', [], {}, [1], {'train': 1}]
+    for _ in range(n):
+        name = rng.choice(['meta.json', 'meta.json', 'train.bin', 'val.bin'])
+        data, meta = bytearray(whole[name]), json.loads(whole['meta.json'])
+        if name == 'meta.json' and rng.random() < 0.6:
+            place = rng.choice([meta, *(value for value in meta.values() if isinstance(value, dict))])
+            key = rng.choice([*place, 'chars'])
+            place[key] = rng.choice([*values, *whole])
+            if rng.random() < 0.1:
+                del place[key]
+            data = json.dumps(meta).encode()
+        else:
+            for _ in range(rng.randint(1, 3)):
+                start = rng.randrange(len(data) + 1)
+                data[start:start + rng.choice((0, 1, 2, 40, 1000))] = rng.randbytes(rng.choice((0, 1, 2, 40)))
+            if name != 'meta.json' and rng.random() < 0.7:  # and meta.json agrees
+                split = name.removesuffix('.bin')
+                meta['sha256'][split], meta['tokens'][split] = hashlib.sha256(data).hexdigest(), len(data) // 2
+                (folder / 'meta.json').write_text(json.dumps(meta))
+        (folder / name).write_bytes(data)
+        try:
+            got = Dataset(str(folder), 16)
+            ids = [*got.batch(range(4), 0, 4, 1), *got.eval_batch(got.eval_windows(0)[0])]
+            assert all(0 <= part.min() and part.max() < got.meta['vocab_size'] for part in ids) and got.bits_per_byte(1.0) > 0
+            outcomes['data'] += 1
+        except UserError as e:
+            assert '\n' not in str(e)
+            outcomes['error'] += 1
+        for name, content in whole.items():
+            (folder / name).write_bytes(content)
+    assert min(outcomes.values()) > n / 20, outcomes
 
 
 def test_missing_datasets(script, tmp_path):

@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,7 +32,8 @@ from model import (
     table,
     totals,
 )
-from optimizer import AdamW, Muon, orthogonalize
+from optimizer import AdamW, Muon, SpikeGuard, configure_optimizers, orthogonalize
+from train import TrainConfig
 
 SMALL = GPTConfig(block_size=16, vocab_size=40, n_layer=2, n_head=4, n_embd=48, zero_init=False)
 SHAPES = {  # one for each term of the formulas
@@ -362,6 +364,45 @@ def test_adamw_is_torchs_adamw():
             a = AdamW(groups(ours), 0.01, (0.9, 0.95), torch.device('cpu'))
             a.load_state_dict(copy.deepcopy(b.state_dict()))
             assert saved['state'].keys() == b.state_dict()['state'].keys() == {0, 1}
+
+
+@pytest.mark.parametrize('kind', ['muon', 'adamw'])
+def test_a_skipped_step_leaves_everything_as_it_was(kind):
+    config = TrainConfig(vocab_size=40, n_layer=1, n_embd=48, zero_init=False, optimizer=kind)
+    model, idx = GPT(config), tokens(SMALL)
+
+    def bits():
+        tensors = list(model.parameters()) + [value for opt in optimizers for state in opt.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    optimizers = configure_optimizers(model, config, torch.device('cpu'))
+    for skip in (None, 0.0, 1.0, 0.0):
+        model(idx, idx)[1].backward()
+        before = bits()
+        for optimizer in optimizers:
+            optimizer.step(skip if skip is None else torch.tensor(skip))
+            optimizer.zero_grad()
+        same = [torch.equal(a, b) for a, b in zip(before, bits(), strict=False)]
+        assert all(same) if skip else not any(same[:len(list(model.parameters()))])
+
+
+def test_spikes():
+    """ against the same rule in plain Python """
+    guard, rng = SpikeGuard(torch.device('cpu')), random.Random(0)
+    n = mean = variance = spikes = 0
+    for it in range(1000):
+        norm = rng.gauss(1, 0.05) + (3 if it in (20, 60, 300) else 0) + (0.5 if it >= 500 else 0)
+        norm = math.inf if it == 400 else norm
+        judged = guard.judge(torch.tensor(norm)).item()
+        norm = mean if norm == math.inf else norm
+        limit = mean + 6 * variance ** 0.5
+        spike = n >= 50 and norm > limit
+        weight, difference = max(0.01, 1 / (n + 1)), (limit if spike else norm) - mean
+        n, mean, variance, spikes = n + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference ** 2), spikes + spike
+        assert judged == spike
+        assert it not in (20, 60, 300) or spike == (it > 50)
+    assert guard.state.tolist() == pytest.approx([n, mean, variance, spikes], rel=1e-3)
+    assert 2 <= spikes < 60 and mean == pytest.approx(1.5, abs=0.05)  # the lasting change at 500 was accepted in time
 
 
 def test_an_eager_run_does_not_import_dynamo():
