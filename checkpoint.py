@@ -21,7 +21,8 @@ from data.writer import replacing
 # (max_iters stretches the schedule unless lr_decay_iters is given. The dataset is compared by content, not by name.)
 MAY_CHANGE = {'out_dir', 'init_from', 'dataset', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_only', 'target_loss',
               'log_interval', 'checkpoint_interval', 'keep_checkpoints', 'micro_batch_size', 'loss_chunks', 'device', 'compile',
-              'cuda_graph', 'deterministic', 'wandb', 'wandb_project', 'wandb_name', 'wandb_group', 'wandb_tags'}
+              'cuda_graph', 'deterministic', 'wandb', 'wandb_project', 'wandb_entity', 'wandb_name', 'wandb_group', 'wandb_tags',
+              'wandb_notes'}
 
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -54,6 +55,7 @@ def lock(out_dir):
         try:
             if os.name == 'nt':
                 import msvcrt
+                os.lseek(file.fileno(), 2**30, os.SEEK_SET)  # locks where it stands, and nobody can read what is locked
                 msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 import fcntl
@@ -190,6 +192,8 @@ def open_run(out_dir, init_from, config, say=print):
     if state and not changed:
         return held, path, state
     if any(os.path.exists(os.path.join(out_dir, name)) for name in ('run.json', 'metrics.jsonl')) or paths(out_dir):
+        if os.name == 'nt':
+            held.close()  # Windows renames no folder with an open file in it
         old = move_aside(out_dir)
         why = f": {differences}; to continue it use its settings and --out_dir={old}" if changed else ""
         say(f"the run that was in {out_dir} is now in {old}{why}")

@@ -13,7 +13,7 @@ from model import FFNS, config_from
 from plots import HEALTH, PLOTS, draw_all
 from stats import FIRM_SEEDS, MIN_SEEDS, judge, mismatch_loss, welch
 from timeshare import GROUPS, group_of
-from tracking import one_line, read_json, read_metrics, start_wandb, write_json
+from tracking import one_line, read_json, read_metrics, start_wandb, stop_wandb, write_json
 from train import clock
 
 MATCHED, NOTABLE = 0.01, 0.0025  # mismatch above which nothing is called matched, and above which it is pointed out
@@ -425,20 +425,29 @@ def finite(value):
 
 
 def log_to_wandb(folder, results, config, say=print):
-    """ one more run in the group of the runs: table, plots, headline. Whatever fails there costs a warning. """
-    run = start_wandb(config.wandb, say, project=config.wandb_project, name='report', group=os.path.basename(folder), job_type='report',
-                      dir=folder, config={**results['config'], 'match': results['plan']['match'], 'baseline': results['baseline']})
+    """ one more run in the group of the runs: tables, plots, verdicts, the report itself. Whatever fails there costs a warning. """
+    run = start_wandb(config, say, name='report', group=os.path.basename(folder), job_type='report', dir=folder,
+                      config={**results['config'], 'match': results['plan']['match'], 'baseline': results['baseline']})
     if not run:
         return
     try:
         import wandb
         columns = ('width', 'params', 'flops', 'mean', 'sd', 'tokens_per_sec', 'seconds')
         pairs = ('mean', 'low', 'high', 'p_holm', 'verdict')
-        data = [[ffn, *(row[key] for key in columns), *((row['paired'] or {}).get(key) for key in pairs)]
-                for ffn, row in results['ffns'].items()]
+        ffns = finite(results['ffns'])
+        data = [[ffn, *(row[key] for key in columns), *((row['paired'] or {}).get(key) for key in pairs)] for ffn, row in ffns.items()]
+        losses = [[ffn, seed, loss] for ffn, row in ffns.items() for seed, loss in row['losses'].items()]
+        shares = [[ffn, of, group, share] for ffn, row in ffns.items() for of, groups in row['shares'].items()
+                  for group, share in groups.items()]
         run.log({'report/table': wandb.Table(columns=['ffn', *columns, *(f'delta_{key}' for key in pairs)], data=data),
+                 'report/losses': wandb.Table(columns=['ffn', 'seed', 'val_loss'], data=losses),
+                 'report/shares': wandb.Table(columns=['ffn', 'of', 'component', 'share'], data=shares),
                  **{f"report/{name.removesuffix('.png')}": wandb.Image(os.path.join(folder, name)) for name in PLOTS}})
-        run.summary['report/headline'] = headline(results)
+        run.summary.update({'report/headline': headline(results).replace('**', ''), 'report/match': match_line(results).replace('**', ''),
+                            **{f'report/verdict/{ffn}': row['paired']['verdict'] for ffn, row in ffns.items() if row['paired']}})
+        for name in ('report.md', 'results.json'):
+            run.save(os.path.join(folder, name), base_path=folder, policy='now')
         run.finish()
     except Exception as e:
         say(f"warning: wandb failed ({one_line(e)}); {folder} has everything")
+        stop_wandb()

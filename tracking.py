@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import sys
 
 from tqdm import tqdm
@@ -47,9 +46,9 @@ def read_metrics(path, up_to=None):
     return records
 
 
-def start_wandb(mode, say, **options):
-    """ a wandb run, or None when that fails; mode 'auto' is online when a key is configured, else offline. Never asks, never hangs. """
-    mode = mode if mode != 'auto' else os.environ.get('WANDB_MODE') or 'auto'
+def start_wandb(config, say, /, **options):
+    """ a wandb run, or None when that fails; 'auto' is online when a key is configured, else offline. Never asks, never hangs. """
+    mode = config.wandb if config.wandb != 'auto' else os.environ.get('WANDB_MODE') or 'auto'
     if mode == 'disabled':
         return None
     try:
@@ -58,17 +57,22 @@ def start_wandb(mode, say, **options):
         say("wandb is not installed: numbers stay in the folder (pip install wandb, or --wandb=disabled)")
         return None
     try:
-        if mode == 'auto':
-            mode = 'online' if wandb.login(prompt=False, verify=False) else 'offline'
-        options['settings'] = wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
-                                             x_transaction_log_flush_interval=2.0)
+        if mode in ('auto', 'online'):
+            has_key = wandb.login(prompt=False, verify=False)  # where there is none, init would ask for it
+            if mode == 'online' and not has_key:
+                say("warning: wandb has no key (wandb login); logging offline")
+            mode = 'online' if has_key else 'offline'
+        options |= {'project': config.wandb_project, 'entity': config.wandb_entity or None, 'notes': config.wandb_notes or None,
+                    'tags': [tag.strip() for tag in config.wandb_tags.split(',') if tag.strip()] or None,
+                    'settings': wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
+                                               x_transaction_log_flush_interval=2.0)}
         try:
             run = wandb.init(mode=mode, **options)
         except Exception as e:
             if mode != 'online':
                 raise
             say(f"warning: wandb online failed ({one_line(e)}); logging offline")
-            wandb.teardown()
+            stop_wandb()
             mode = 'offline'
             run = wandb.init(mode=mode, **options)
         folder = os.path.relpath(os.path.dirname(run.dir))
@@ -76,7 +80,15 @@ def start_wandb(mode, say, **options):
         return run
     except Exception as e:
         say(f"warning: wandb could not start ({one_line(e)}); numbers stay in the folder")
+        stop_wandb()
         return None
+
+
+def stop_wandb():
+    """ end wandb's service, dead or alive: a dead one that is left to wandb's own exit prints a traceback there """
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
+        wandb.teardown()
 
 
 def last_record(path):
@@ -109,9 +121,9 @@ class Tracker:
         self.file, self.unwritten, self.warned = open(path, 'ab', buffering=0), b'', False
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.out_dir, 'summary.json'))  # of the shorter run that is being continued
-        run['wandb_id'] = read_json(os.path.join(self.out_dir, 'run.json')).get('wandb_id') or secrets.token_hex(4)
-        write_json(os.path.join(self.out_dir, 'run.json'), run)
+        run['wandb_id'] = read_json(os.path.join(self.out_dir, 'run.json')).get('wandb_id')
         self.start_wandb(config, run)
+        write_json(os.path.join(self.out_dir, 'run.json'), run)
         if sys.stderr.isatty() and run['machine']['world_size'] == 1:
             self.bar = tqdm(total=config.max_iters, initial=start_iter, dynamic_ncols=True, leave=False,
                             bar_format='{n_fmt}/{total_fmt} {bar:12}{postfix}')
@@ -138,13 +150,14 @@ class Tracker:
         """ one record, {'iter': ..., 'tokens': ..., metric: value, ...}, to metrics.jsonl and wandb """
         if self.active:
             self.append(json.dumps(record).encode() + b'\n')
-            self.mirror(lambda: self.wandb.log({key: value for key, value in record.items() if value is not None}))
+            self.mirror(lambda: self.wandb.log({key: value for key, value in record.items() if value is not None}, step=record['iter']))
 
     def sync(self):
         """ what is in metrics.jsonl survives a power cut; before each checkpoint, which it must not be behind """
         if self.active:
             with contextlib.suppress(OSError):
                 os.fsync(self.file.fileno())
+            self.mirror(lambda: self.wandb.log({}, commit=True))  # wandb holds the row of a step back until the next step
 
     def append(self, line):
         """ to metrics.jsonl, together with what could not be written before; where that fails, nothing of it stays in the file """
@@ -160,8 +173,8 @@ class Tracker:
                 self.say(f"warning: cannot write metrics.jsonl ({e.strerror}); what it should hold is kept in memory and tried again")
             self.warned = True
 
-    def finish(self, summary=None, exit_code=0):
-        """ close everything; summary.json is written last, and says that the run is complete """
+    def finish(self, summary=None, exit_code=0, preempted=False):
+        """ close everything; summary.json is written last, and says that the run is complete. preempted: a sweep is to run it again. """
         if not self.active:
             return
         if self.bar:
@@ -172,6 +185,8 @@ class Tracker:
         self.file.close()
         if summary:
             self.mirror(lambda: self.wandb.summary.update({f'final/{key}': value for key, value in summary.items()}))
+        if preempted:
+            self.mirror(lambda: self.wandb.mark_preempting())
         self.mirror(lambda: self.wandb.finish(exit_code=exit_code))
         if summary:
             write_json(os.path.join(self.out_dir, 'summary.json'), summary)
@@ -184,17 +199,19 @@ class Tracker:
             except Exception as e:
                 self.wandb = None
                 self.say(f"warning: wandb failed ({one_line(e)}); training goes on, metrics.jsonl has everything")
+                stop_wandb()
 
     def start_wandb(self, config, run):
+        """ run['wandb_id'], of a run that is continued, is asked for; then it is what wandb made of it: in a sweep the sweep decides """
         self.wandb = start_wandb(
-            config.wandb, self.say, project=config.wandb_project, name=config.wandb_name or f'{config.ffn}-s{config.seed}',
-            group=config.wandb_group or None, tags=config.wandb_tags.split(',') if config.wandb_tags else None, job_type='train',
+            config, self.say, name=config.wandb_name or f'{config.ffn}-s{config.seed}', group=config.wandb_group or None, job_type='train',
             id=run['wandb_id'], resume='allow', dir=self.out_dir,
             config={**run['config'], 'data': run['data'], 'machine': run['machine'], 'total': run['total']})
         self.mirror(lambda: self.describe_to_wandb(run))
 
     def describe_to_wandb(self, run):
         import wandb
+        continued, run['wandb_id'] = run['wandb_id'] == self.wandb.id, self.wandb.id
         for axis in ('iter', 'tokens'):
             self.wandb.define_metric(axis)
         self.wandb.define_metric('*', step_metric='tokens')
@@ -203,11 +220,11 @@ class Tracker:
         for row in rows:
             for key in ('params', 'param_share', 'flops', 'flop_share'):
                 self.wandb.summary[f"{key}/{row['name']}"] = row[key]
-        if self.wandb.resumed:
+        if continued:
             return
         columns = ['name', 'params', 'param_share', 'flops', 'train_flops', 'flop_share']
         charts = {'components/table': wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])}
         for key, title in (('param_share', "share of parameters"), ('flop_share', "share of FLOPs")):
             bars = wandb.Table(columns=['component', key], data=[[row['name'], row[key]] for row in rows])
             charts[f'components/{key}'] = wandb.plot.bar(bars, 'component', key, title=title)
-        self.wandb.log({'iter': 0, 'tokens': 0, **charts})
+        self.wandb.log({'iter': 0, 'tokens': 0, **charts}, step=0)

@@ -50,7 +50,7 @@ EVAL_BATCH_TOKENS = 2**13  # of a batch in evaluation; a constant, so that the l
 @dataclass(frozen=True)
 class TrainConfig(GPTConfig):
     # the run
-    out_dir: str = ''  # run directory ('' = out/<ffn>)
+    out_dir: str = ''  # run directory ('' = out/<ffn>; in a wandb sweep one for each trial)
     init_from: Literal['auto', 'scratch', 'resume'] = 'auto'  # continue if the settings are the same | start afresh | insist on continuing
     seed: int = 1337  # of the initial weights, the order of the data, and dropout
     # data
@@ -90,9 +90,11 @@ class TrainConfig(GPTConfig):
     # wandb
     wandb: Literal['auto', 'online', 'offline', 'disabled'] = 'auto'  # auto = online where a key is configured, else offline
     wandb_project: str = 'nanoffn'  # wandb project
+    wandb_entity: str = ''  # user or team that the project belongs to ('' = your default)
     wandb_name: str = ''  # run name ('' = <ffn>-s<seed>)
     wandb_group: str = ''  # runs that belong together
     wandb_tags: str = ''  # comma-separated
+    wandb_notes: str = ''  # what the run is about
 
     def __post_init__(self):
         super().__post_init__()
@@ -259,9 +261,17 @@ def watch_signals():
     return received
 
 
+def default_out_dir(config):
+    """ out/<ffn>; the trials of a wandb sweep differ in more than that, and one that was preempted comes again under its id """
+    sweep, trial = os.environ.get('WANDB_SWEEP_ID'), os.environ.get('WANDB_RUN_ID')
+    if sweep and trial:
+        return os.path.join('out', f'sweep-{sweep}', f'{config.ffn}-s{config.seed}-{trial}')
+    return os.path.join('out', config.ffn)
+
+
 def main():
     config = configure(TrainConfig, doc=__doc__)
-    config = replace(config, out_dir=os.path.normpath(config.out_dir or os.path.join('out', config.ffn)))
+    config = replace(config, out_dir=os.path.normpath(config.out_dir or default_out_dir(config)))
 
     # the processes: one, or those of torchrun
     rank, world_size, local_rank = (int(os.environ.get(key, n)) for key, n in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
@@ -505,7 +515,7 @@ def main():
     if not last:
         number = (stop_signals or [signal.SIGTERM])[0]
         tracker.say(f"stopped by {signal.Signals(number).name} at iter {it}, saved; the same command continues from there")
-        tracker.finish(exit_code=128 + number)
+        tracker.finish(exit_code=128 + number, preempted=number != signal.SIGINT)  # which a person sends, or wandb's stop button
         sys.exit(128 + number)
     summary = {'iter': it, 'val_loss': val['val/loss'], 'val_stderr': val['val/stderr'], 'val_bpb': val['val/bpb'],
                'best_val_loss': best_val, 'tokens': it * B * T, 'seconds': seconds, 'params': cost['params'],

@@ -210,13 +210,30 @@ def _script_in(folder):
 def test_wandb_has_the_report(compared):
     folder, _ = compared
     [run] = [path for path in folder.glob('wandb/offline-run-*/run-*.wandb')]
-    out = subprocess.run([sys.executable, '-m', 'wandb', 'leet', 'inspect', '--json', str(run)], capture_output=True, text=True,
-                         env=environment(folder.parents[2]), check=True).stdout
-    assert '"report/table' in out and '"report/loss_vs_tokens' in out and '"run_group":"c"' in out.replace(' ', '')
-    [table] = run.parent.glob('files/media/table/report/table*.json')
-    rows = json.loads(table.read_text())
+
+    def inspect(*flags):
+        return subprocess.run([sys.executable, '-m', 'wandb', 'leet', 'inspect', '--json', *flags, str(run)], capture_output=True, text=True,
+                              env=environment(folder.parents[2]), check=True).stdout
+
+    out = inspect()
+    assert '"run_group":"c"' in out.replace(' ', '') and all(f'"report/{name[:-4]}"' in out or f'"report/{name[:-4]}.path"' in out for name in PLOTS)
     results = json.loads((folder / 'results.json').read_text())
-    assert {row[0]: row[rows['columns'].index('mean')] for row in rows['data']} == {ffn: row['mean'] for ffn, row in results['ffns'].items()}
+
+    def table(name):
+        [path] = run.parent.glob(f'files/media/table/report/{name}_*.json')
+        table = json.loads(path.read_text())
+        return [dict(zip(table['columns'], row, strict=True)) for row in table['data']]
+
+    assert {row['ffn']: (row['mean'], row['delta_verdict']) for row in table('table')} == {
+        ffn: (row['mean'], row['paired'] and row['paired']['verdict']) for ffn, row in results['ffns'].items()}
+    assert {(row['ffn'], str(row['seed'])): row['val_loss'] for row in table('losses')} == {
+        (ffn, seed): loss for ffn, row in results['ffns'].items() for seed, loss in row['losses'].items()}
+    shares = {ffn: row['shares'] for ffn, row in results['ffns'].items()}
+    assert all(row['share'] == shares[row['ffn']][row['of']][row['component']] for row in table('shares')) and len(table('shares')) == 6 * len(GROUPS)
+    summary = json.loads(inspect('--summary'))['summary']
+    assert summary['report/verdict/swiglu'] == results['ffns']['swiglu']['paired']['verdict'] and 'swiglu' in summary['report/headline']
+    assert summary['report/match'] == 'Matched in parameters, exactly.'
+    assert all((run.parent / 'files' / name).read_bytes() == (folder / name).read_bytes() for name in ('report.md', 'results.json'))
 
 
 def test_runs_by_hand(compared, trained, tmp_path, script):

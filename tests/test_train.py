@@ -281,58 +281,6 @@ def test_no_compiler(script, tiny_data):
 
 
 # -----------------------------------------------------------------------------
-# wandb
-
-
-def test_wandb_holds_everything(script, tiny_data, tmp_path):
-    script('train.py', *TINY, f'--dataset={tiny_data}', '--wandb=offline', '--wandb_tags=a,b', '--wandb_group=g', env={'WANDB_MODE': None})
-    [run] = (tmp_path / 'out/swiglu/wandb').glob('offline-run-*/run-*.wandb')
-
-    def inspect(*flags):
-        return subprocess.run([sys.executable, '-m', 'wandb', 'leet', 'inspect', '--json', *flags, str(run)], capture_output=True, text=True,
-                              env=environment(tmp_path), check=True).stdout
-
-    history = [json.loads(line)['history']['item'] for line in inspect().splitlines() if '"type":"history"' in line]
-    for key in ('train/loss', 'val/loss', 'val/bpb', 'ffn/dead_frac', 'grad_norm/ffn.up'):
-        logged = {row['iter']: row[key] for row in history if key in row}
-        assert logged == pytest.approx(metrics(tmp_path / 'out/swiglu', key)), key
-    assert {row['tokens'] for row in history} >= {256 * it for it in range(1, 21)}
-    assert any(key.startswith('components/table.') for row in history for key in row)
-    summary = inspect('--summary')
-    for row in components(GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=32)):
-        for key in ('param_share', 'flop_share', 'params', 'flops'):
-            assert f"{key}/{row['name']}" in summary
-    assert json.loads((tmp_path / 'out/swiglu/run.json').read_text())['wandb_id'] in run.name
-
-
-def test_wandb_never_stops_a_run(script, tiny_data, tmp_path):
-    """ missing; without a key or a terminal; failing in the middle """
-    args = [*TINY, f'--dataset={tiny_data}', '--max_iters=4', '--log_interval=1']
-    module = tmp_path / 'stub'
-    module.mkdir()
-    (module / 'wandb.py').write_text("raise ImportError('no wandb')")
-    out = script('train.py', *args, '--out_dir=a', fork=False, env={'WANDB_MODE': None, 'PYTHONPATH': str(module)}).out
-    assert 'wandb is not installed' in out and 'final val loss' in out
-    out = script('train.py', *args, '--out_dir=b', '--wandb=auto', env={'WANDB_MODE': None}, stdin='').out  # nobody is asked for a key
-    assert 'wandb    offline; upload with: wandb sync b/wandb/offline-run-' in out and 'final val loss' in out and list((tmp_path / 'b/wandb').glob('offline-run-*'))
-    (module / 'wandb.py').write_text('''
-class Run:
-    summary, resumed, dir, n = {}, False, 'c/wandb/run/files', 0
-    def define_metric(self, *args, **kw): pass
-    def log(self, record):
-        self.n += 1
-        if self.n == 3: raise ConnectionResetError('the service died')
-    def finish(self, exit_code): raise ConnectionResetError
-Settings = Table = lambda *args, **kw: None
-class plot: bar = lambda *args, **kw: None
-init = lambda **kw: Run()
-''')
-    out = script('train.py', *args, '--out_dir=c', '--wandb=offline', fork=False, env={'WANDB_MODE': None, 'PYTHONPATH': str(module)}).out
-    assert out.count('warning: wandb failed (ConnectionResetError: the service died)') == 1 and 'final val loss' in out
-    assert metrics(tmp_path / 'a', 'val/loss') == metrics(tmp_path / 'b', 'val/loss') == metrics(tmp_path / 'c', 'val/loss')
-
-
-# -----------------------------------------------------------------------------
 # parts
 
 
