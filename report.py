@@ -441,7 +441,7 @@ def log_to_wandb(folder, results, config, say=print):
                   for group, share in groups.items()]
         run.log({'report/table': wandb.Table(columns=['ffn', *columns, *(f'delta_{key}' for key in pairs)], data=data),
                  'report/losses': wandb.Table(columns=['ffn', 'seed', 'val_loss'], data=losses),
-                 'report/shares': wandb.Table(columns=['ffn', 'of', 'component', 'share'], data=shares),
+                 'report/components': wandb.Table(columns=['ffn', 'of', 'component', 'share'], data=shares),
                  **{f"report/{name.removesuffix('.png')}": wandb.Image(os.path.join(folder, name)) for name in PLOTS}})
         run.summary.update({'report/headline': headline(results).replace('**', ''), 'report/match': match_line(results).replace('**', ''),
                             **{f'report/verdict/{ffn}': row['paired']['verdict'] for ffn, row in ffns.items() if row['paired']}})

@@ -88,7 +88,7 @@ def stop_wandb():
     """ end wandb's service, dead or alive: a dead one that is left to wandb's own exit prints a traceback there """
     with contextlib.suppress(Exception, SystemExit):
         import wandb
-        wandb.teardown()
+        wandb.teardown(exit_code=1)
 
 
 def last_record(path):
