@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 import numpy
 import torch
+import torch.distributed as dist
 
 from configurator import UserError
 
@@ -176,6 +177,44 @@ class StepGraph:
         self.y.copy_(y)
         self.graph.replay()
         return tuple(tensor.clone() for tensor in self.out)
+
+
+def divisors(n):
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def largest_that_fits(share, attempt, say=print):
+    """ the largest divisor n of share for which attempt(n) does not raise torch.OutOfMemoryError """
+    for n in reversed(divisors(share)):
+        try:
+            attempt(n)
+            return n
+        except torch.OutOfMemoryError:
+            say(f"micro-batches of {n} sequences do not fit into memory")
+    raise torch.OutOfMemoryError
+
+
+def fit_micro_batch(model, config, share, device, dtype, say):
+    """ the largest micro-batch that fits into the GPU's memory, found by trying; the gradients are left as they were: none """
+    # what will be there besides: the optimizer's two averages, DDP's buckets
+    reserve = torch.empty(3 * sum(p.numel() for p in model.parameters()), device=device)
+
+    def attempt(n):
+        try:
+            idx = torch.zeros(n, config.block_size, dtype=torch.long, device=device)
+            with autocast(device, dtype):
+                model(idx, idx)[1].backward()
+        finally:
+            model.zero_grad(set_to_none=True)
+
+    micro = largest_that_fits(share, attempt, say)
+    del reserve
+    torch.cuda.empty_cache()
+    if dist.is_initialized():  # the same everywhere
+        smallest = torch.tensor(micro, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        micro = int(smallest)
+    return micro
 
 
 def peak_flops(device_name, dtype):

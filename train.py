@@ -33,6 +33,8 @@ from machine import (
     cpu_compiles,
     cpu_has_bf16,
     describe_machine,
+    divisors,
+    fit_micro_batch,
     peak_flops,
     peak_memory,
 )
@@ -116,44 +118,6 @@ def choose_micro_batch_size(config, share):
     """ sequences per forward pass, for a process whose share of the batch is that many sequences """
     fits = [n for n in divisors(share) if n == 1 or n * config.block_size <= MICRO_BATCH_TOKENS]
     return config.micro_batch_size or max(fits)
-
-
-def divisors(n):
-    return [i for i in range(1, n + 1) if n % i == 0]
-
-
-def largest_that_fits(share, attempt, say=print):
-    """ the largest divisor n of share for which attempt(n) does not raise torch.OutOfMemoryError """
-    for n in reversed(divisors(share)):
-        try:
-            attempt(n)
-            return n
-        except torch.OutOfMemoryError:
-            say(f"micro-batches of {n} sequences do not fit into memory")
-    raise torch.OutOfMemoryError
-
-
-def fit_micro_batch(model, config, share, device, dtype, say):
-    """ the largest micro-batch that fits into the GPU's memory, found by trying; the gradients are left as they were: none """
-    # what will be there besides: the optimizer's two averages, DDP's buckets
-    reserve = torch.empty(3 * sum(p.numel() for p in model.parameters()), device=device)
-
-    def attempt(n):
-        try:
-            idx = torch.zeros(n, config.block_size, dtype=torch.long, device=device)
-            with autocast(device, dtype):
-                model(idx, idx)[1].backward()
-        finally:
-            model.zero_grad(set_to_none=True)
-
-    micro = largest_that_fits(share, attempt, say)
-    del reserve
-    torch.cuda.empty_cache()
-    if dist.is_initialized():  # the same everywhere
-        smallest = torch.tensor(micro, device=device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        micro = int(smallest)
-    return micro
 
 
 def accumulate(ddp, batches, n, scaler, device, dtype):

@@ -65,7 +65,7 @@ class Started:
         self.folder = Path(tempfile.mkdtemp(dir=tmp_path))
         self.files = [self.folder / name for name in ('stdin', 'stdout', 'stderr')]
         self.files[0].write_text(stdin)
-        self.process = FORKSERVER.Process(target=run_forked, args=(argv, str(tmp_path), env, self.files), daemon=True)
+        self.process = FORKSERVER.Process(target=run_forked, args=(argv, str(tmp_path), env, self.files))
         self.process.start()
         self.pid = self.process.pid
 

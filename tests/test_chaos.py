@@ -152,12 +152,15 @@ def test_metrics_survive_a_full_disk(script, tiny_data, tmp_path):
 
 def test_64_starts_at_once(tiny_data, tmp_path):
     runs = [start_script('train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=1000000', '--eval_interval=1000000', tmp_path=tmp_path) for _ in range(64)]
-    while len(alive := [run for run in runs if run.process.is_alive()]) > 1:
-        assert sum('from scratch' in run.out() for run in alive) <= 1
-        time.sleep(0.05)
-    [winner] = alive
-    winner.wait_for(lambda: 'iter 2/' in winner.out())
-    os.kill(winner.pid, signal.SIGKILL)
+    try:
+        while len(alive := [run for run in runs if run.process.is_alive()]) > 1:
+            assert sum('from scratch' in run.out() for run in alive) <= 1
+            time.sleep(0.05)
+        [winner] = alive
+        winner.wait_for(lambda: 'iter 2/' in winner.out())
+    finally:
+        for run in runs:
+            run.process.kill()
     for run in runs:
         result = run.wait()
         assert run is winner or result.rc == 2 and result.err.startswith('error: out/swiglu is in use by another run (') and result.out == ''

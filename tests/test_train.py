@@ -12,10 +12,10 @@ from conftest import ROOT, TINY, environment, metrics
 import checkpoint
 import train
 from configurator import parse
-from machine import peak_flops
+from machine import largest_that_fits, peak_flops
 from model import FFNS, GPT, GPTConfig, components, totals
 from optimizer import configure_optimizers, learning_rate
-from train import TrainConfig, gradient_norms, largest_that_fits
+from train import TrainConfig, gradient_norms
 
 
 def same_bits(a, b):
