@@ -57,19 +57,18 @@ def start_wandb(config, say, /, **options):
         say("wandb is not installed: numbers stay in the folder (pip install wandb, or --wandb=disabled)")
         return None
     try:
-        if mode in ('auto', 'online'):
-            has_key = wandb.login(prompt=False, verify=False)  # where there is none, init would ask for it
-            if mode == 'online' and not has_key:
-                say("warning: wandb has no key (wandb login); logging offline")
-            mode = 'online' if has_key else 'offline'
         options |= {'project': config.wandb_project, 'entity': config.wandb_entity or None, 'notes': config.wandb_notes or None,
                     'tags': [tag.strip() for tag in config.wandb_tags.split(',') if tag.strip()] or None,
                     'settings': wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
                                                x_transaction_log_flush_interval=2.0)}
         try:
-            run = wandb.init(mode=mode, **options)
+            if mode in ('auto', 'online') and not wandb.login(prompt=False, verify=False):  # init would ask for a key
+                if mode == 'online':
+                    say("warning: wandb has no key (wandb login); logging offline")
+                mode = 'offline'
+            run = wandb.init(mode='online' if mode == 'auto' else mode, **options)
         except Exception as e:
-            if mode != 'online':
+            if mode not in ('auto', 'online'):
                 raise
             say(f"warning: wandb online failed ({one_line(e)}); logging offline")
             stop_wandb()
