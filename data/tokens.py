@@ -17,19 +17,14 @@ import numpy as np
 import torch
 
 from configurator import UserError
+from data.writer import DATA, folder_of
 
-DATA = os.path.dirname(os.path.abspath(__file__))
-PREPARES_ITSELF = ('stdlib', 'shakespeare_char')  # small enough to be made on first use
+PREPARES_ITSELF = ('stdlib', 'shakespeare_char', 'shakespeare')  # small enough to be made on first use
 HASH_LIMIT = 2**30  # bytes; larger files are checked by size alone
 
 
-def folder_of(dataset):
-    """ data/<name>, or the folder itself when dataset is a path """
-    return dataset if os.path.isdir(dataset) or os.sep in dataset else os.path.join(DATA, dataset)
-
-
 def prepare_if_missing(dataset):
-    """ Make one of the two small datasets on first use; for any other that is missing a UserError with the command. """
+    """ Make one of the small datasets on first use; for any other that is missing a UserError with the command. """
     folder = folder_of(dataset)
     if os.path.exists(os.path.join(folder, 'meta.json')):
         return

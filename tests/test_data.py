@@ -233,10 +233,11 @@ def shakespeare():
     pytest.skip("no copy of Tiny Shakespeare: set TINYSHAKESPEARE to one")
 
 
-def test_shakespeare_is_nanogpts(script):
-    script('data/shakespeare_char/prepare.py', f'--input={shakespeare()}')
-    meta = Dataset('shakespeare_char', 64).meta
-    assert meta['vocab_size'] == 65 and meta['tokens'] == {'train': 1_003_854, 'val': 111_540} and meta['dtype'] == 'uint16'
+@pytest.mark.parametrize('name, vocab_size, train, val', [('shakespeare_char', 65, 1_003_854, 111_540), ('shakespeare', 50257, 301_966, 36_059)])
+def test_shakespeare_is_nanogpts(script, name, vocab_size, train, val):
+    script(f'data/{name}/prepare.py', f'--input={shakespeare()}')
+    meta = Dataset(name, 64).meta
+    assert meta['vocab_size'] == vocab_size and meta['tokens'] == {'train': train, 'val': val} and meta['dtype'] == 'uint16'
 
 
 def test_shakespeare_errors(script, tmp_path):

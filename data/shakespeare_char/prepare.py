@@ -11,14 +11,13 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import UserError, configure, die  # noqa: E402
 from data.tokenizers import Char  # noqa: E402
 from data.writer import replacing, write_dataset  # noqa: E402
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+FOLDER = Path(__file__).resolve().parent
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 
@@ -27,8 +26,10 @@ class PrepareConfig:
     input: str = ''  # a copy of the text ('' = download it)
 
 
-def read_text(path, download):
-    """ the text's bytes, whose hash is checked before anything is made of them """
+def read_text(path):
+    """ the text; '' = the copy beside this file, downloaded if need be. Its hash is checked before anything is made of it. """
+    download = not path and not (FOLDER / 'input.txt').exists()
+    path = Path(path) if path else FOLDER / 'input.txt'
     if download:
         try:
             with urllib.request.urlopen(URL, timeout=30) as response:
@@ -50,17 +51,17 @@ def read_text(path, download):
     return text.decode()
 
 
+def split_text(text):
+    cut = int(len(text) * 0.9)  # by characters, as nanoGPT
+    return {'train': text[:cut], 'val': text[cut:]}
+
+
 def main():
     config = configure(PrepareConfig, doc=__doc__)
-    folder = Path(__file__).resolve().parent
-    path = Path(config.input) if config.input else folder / 'input.txt'
-    text = read_text(path, download=not config.input and not path.exists())
+    text = read_text(config.input)
     tokenizer = Char(''.join(sorted(set(text))))
-    cut = int(len(text) * 0.9)  # by characters, as nanoGPT
-    splits = {split: [(np.array(tokenizer.encode(part), np.uint32), len(part.encode()))]
-              for split, part in (('train', text[:cut]), ('val', text[cut:]))}
-    write_dataset(folder, splits, {'name': 'char', 'chars': tokenizer.chars}, tokenizer.vocab_size,
-                  {'text': URL, 'sha256': SHA256})
+    splits = {split: [(tokenizer.encode_numpy(part), len(part.encode()))] for split, part in split_text(text).items()}
+    write_dataset(FOLDER, splits, {'name': 'char', 'chars': tokenizer.chars}, tokenizer.vocab_size, {'text': URL, 'sha256': SHA256})
 
 
 if __name__ == '__main__':
