@@ -132,7 +132,7 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
     try:
         futures = [pool.submit(make_shard, *job[1:]) for job in jobs]
         signal.signal(signal.SIGINT, handler)
-        with tqdm(desc=os.path.basename(folder), unit='tok', unit_scale=True, smoothing=0, disable=None) as bar:
+        with tqdm(desc=os.path.basename(folder), unit='tok', unit_scale=True, smoothing=0, dynamic_ncols=True, leave=False, disable=None) as bar:
             for n, ((split, path, *_), future) in enumerate(zip(jobs, futures, strict=True), 1):
                 sidecar, is_new = future.result()
                 parts[split].append((path, sidecar))
@@ -154,7 +154,7 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
         signal.signal(signal.SIGINT, handler)
         pool.shutdown(cancel_futures=True)
     seconds = time.perf_counter() - start
-    print(f"{made:,} tokens in {seconds:.0f} s by {num_proc} processes: {made / seconds:,.0f} tokens/s")
+    print(f"{made:,} tokens in {seconds:.0f} s with num_proc = {num_proc}: {made / seconds:,.0f} tokens/s")
     try:
         write_dataset(folder, {split: read_shards(parts[split], dtype) for split in parts}, tokenizer, encoder.vocab_size, whole_source)
     finally:
