@@ -132,7 +132,8 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
     try:
         futures = [pool.submit(make_shard, *job[1:]) for job in jobs]
         signal.signal(signal.SIGINT, handler)
-        with tqdm(desc=os.path.basename(folder), unit='tok', unit_scale=True, smoothing=0, dynamic_ncols=True, leave=False, disable=None) as bar:
+        with tqdm(desc=os.path.basename(folder), unit='tok', unit_scale=True, smoothing=0, dynamic_ncols=True, leave=False,
+                  disable=None) as bar:
             for n, ((split, path, *_), future) in enumerate(zip(jobs, futures, strict=True), 1):
                 sidecar, is_new = future.result()
                 parts[split].append((path, sidecar))
