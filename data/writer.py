@@ -110,11 +110,12 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
         raise UserError("the text is empty or too small for a split into train and val")
     encoder, shards = tokenizers.load(tokenizer), os.path.join(folder, 'shards')
     dtype = np.dtype(id_type(encoder.vocab_size))
+    text = json.dumps([tokenizer, source], sort_keys=True)
     jobs = []  # (split, path of the shard, range, hash of all that decides what is in it)
     for split in ('val', 'train'):
         for i, piece in enumerate(splits[split]):
-            content = json.dumps([tokenizer, source, piece], sort_keys=True)
-            jobs.append((split, os.path.join(shards, f'{split}_{i:06}.bin'), piece, hashlib.sha256(content.encode()).hexdigest()))
+            job = hashlib.sha256((text + json.dumps(piece)).encode()).hexdigest()
+            jobs.append((split, os.path.join(shards, f'{split}_{i:06}.bin'), piece, job))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     num_proc = min(num_proc or cores, len(jobs))
 
@@ -152,8 +153,9 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
         raise UserError("a worker process was killed, perhaps for want of memory; the same command continues, and with --num_proc=1 it "
                         "needs less") from None
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         pool.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGINT, handler)
     seconds = time.perf_counter() - start
     print(f"{made:,} tokens in {seconds:.0f} s with num_proc = {num_proc}: {made / seconds:,.0f} tokens/s")
     try:
