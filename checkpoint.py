@@ -18,7 +18,8 @@ from configurator import UserError
 from data.writer import replacing
 
 # Settings that may differ when a run is continued: they do not change what is computed, only how far, how often or where.
-# (max_iters stretches the schedule unless lr_decay_iters is given. The dataset is compared by content, not by name.)
+# (max_iters stretches the schedule unless lr_decay_iters is given. The dataset is compared by content, not by name; of init_from the
+# weights that it names are.)
 MAY_CHANGE = {'out_dir', 'init_from', 'dataset', 'max_iters', 'eval_interval', 'eval_tokens', 'eval_only', 'target_loss',
               'log_interval', 'checkpoint_interval', 'keep_checkpoints', 'micro_batch_size', 'loss_chunks', 'device', 'compile',
               'cuda_graph', 'deterministic', 'wandb', 'wandb_project', 'wandb_entity', 'wandb_name', 'wandb_group', 'wandb_tags',
@@ -173,8 +174,8 @@ def open_run(out_dir, init_from, config, say=print):
     Lock out_dir and decide what to start from. config: the settings as a dict, with the data's fingerprint.
 
     -> (lock, path, state): path and state of the checkpoint to continue, or None, None for a fresh start.
-    init_from='auto' continues a run of the same settings; an earlier run of other settings is moved aside, whole.
-    'scratch' moves it aside always. 'resume' insists and raises UserError where it cannot.
+    init_from='auto' continues a run of the same settings, and so do weights to start from; an earlier run of other settings is moved
+    aside, whole. 'scratch' moves it aside always. 'resume' insists and raises UserError where it cannot.
     """
     out_dir = os.path.normpath(out_dir)
     held = lock(out_dir)
@@ -183,6 +184,8 @@ def open_run(out_dir, init_from, config, say=print):
             os.unlink(os.path.join(out_dir, name))
     path, state = load_latest(out_dir, say) if init_from != 'scratch' else (None, None)
     changed = changed_settings(state['config'], config) if state else {}
+    if init_from == 'resume':
+        changed.pop('weights', None)  # where the run came from; it is not loaded again
     differences = ', '.join(f'{key} was {old!r}, now {new!r}' for key, (old, new) in changed.items())
     if init_from == 'resume':
         if not state:

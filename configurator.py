@@ -44,9 +44,9 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 TRUE, FALSE = ('true', 'yes', 'on', '1'), ('false', 'no', 'off', '0')
 
 
-def configure(config_class, argv=None, doc=''):
+def configure(config_class, argv=None, doc='', implied=None):
     """
-    The config_class that the command line asks for; what a script calls first.
+    The config_class that the command line asks for; what a script calls first. implied: see parse.
     `--help` prints every setting and exits 0, a mistake prints one `error: ...` line and exits 2.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -54,7 +54,7 @@ def configure(config_class, argv=None, doc=''):
         print(help_text(config_class, doc))
         sys.exit(0)
     try:
-        return parse(config_class, argv)
+        return parse(config_class, argv, implied)
     except UserError as e:
         die(e)
 
@@ -66,15 +66,18 @@ def die(error):
     sys.exit(2)
 
 
-def parse(config_class, argv):
-    """ argv -> an instance of the frozen dataclass config_class. Raises UserError, and nothing else. """
+def parse(config_class, argv, implied=None):
+    """
+    argv -> an instance of the frozen dataclass config_class. Raises UserError, and nothing else.
+    implied(given) -> {key: value}: what the settings that were given imply for others, in place of their defaults.
+    """
     fields = typing.get_type_hints(config_class)
-    values = {field.name: field.default for field in dataclasses.fields(config_class)}
+    values, given = {field.name: field.default for field in dataclasses.fields(config_class)}, {}
     args = list(argv)
     while args:
         arg = args.pop(0)
         if not arg.startswith('-'):
-            values.update(read_config_file(arg, fields, values))
+            given.update(read_config_file(arg, fields, values | given))
             continue
         flag, equals, text = arg.partition('=')  # only the first '=': --start=a=b is the text a=b
         key = flag.removeprefix('--').replace('-', '_')
@@ -91,8 +94,8 @@ def parse(config_class, argv):
                 known(key, fields, flag)
                 raise UserError(f"{flag} needs a value: {flag}=VALUE")
         known(key, fields, flag)
-        values[key] = convert(key, text, fields[key], flag, is_text=True)
-    return config_class(**values)
+        given[key] = convert(key, text, fields[key], flag, is_text=True)
+    return config_class(**values | (implied(given) if implied else {}) | given)
 
 
 def read_config_file(path, fields, values):

@@ -600,13 +600,14 @@ def sample(logits, temperature, top_k, top_p, generator):
 def main():
     # the settings of a training run are accepted too, so that every file in config/ works here
     from train import TrainConfig
+    from weights import implied_by_weights
 
     @dataclass(frozen=True)
     class TableConfig(TrainConfig):
         format: Literal['table', 'json'] = 'table'  # of the output
         seq_len: int = 0  # tokens that attention spans (0 = block_size)
 
-    config = configure(TableConfig, doc=__doc__)
+    config = configure(TableConfig, doc=__doc__, implied=implied_by_weights)
     if config.vocab_size == 0:
         config = replace(config, vocab_size=GPTConfig.vocab_size)
     if config.format == 'json':

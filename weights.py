@@ -1,0 +1,167 @@
+"""
+GPT-2's weights to start from, out of the Hugging Face hub or a folder, without the transformers package.
+
+GPT2LMHeadModel is the model of this repository with layernorm, learned positions, biases, tied embeddings and an ungated FFN; names
+differ, and its matrices are transposed.
+"""
+
+import json
+import os
+
+import torch
+
+from configurator import UserError
+from model import GPT
+
+RUNS = ('auto', 'scratch', 'resume')  # the values of init_from that name no weights
+GPT2 = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # those that are on the hub, at openai-community/
+GPT2_VOCAB = 50257
+
+GPT2_NAMES = {'norm_': 'ln_', 'attn.qkv_proj': 'attn.c_attn', 'attn.o_proj': 'attn.c_proj', 'ffn.up_proj': 'mlp.c_fc',
+              'ffn.down_proj': 'mlp.c_proj'}
+GPT2_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu': 'relu', 'relu2': 'relu2',
+                    'silu': 'silu'}
+
+
+def gpt2_name(name):
+    """ what GPT2LMHeadModel calls a parameter of ours (it adds 'transformer.' to all but the head; the files on the hub do not) """
+    for ours, theirs in GPT2_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def is_transposed(name):
+    """ GPT-2's matrices inside the blocks are (inputs, outputs), ours are torch's (outputs, inputs) """
+    return name.endswith('_proj.weight')
+
+
+def locate(source, name):
+    """ the path of the file `name` of the weights `source`: in the folder, or in the hub's cache after it was downloaded """
+    if source not in GPT2:
+        path = os.path.join(source, name)
+        if not os.path.exists(path):
+            raise UserError(f"init_from = {source!r}: there is no {path}; it must be {', '.join(GPT2)}, or a folder with "
+                            "config.json and model.safetensors as they are on the hub")
+        return path
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError:
+        raise UserError(f"init_from = {source!r} needs huggingface_hub: pip install huggingface_hub") from None
+    try:
+        cached = try_to_load_from_cache(f'openai-community/{source}', name)  # these files do not change: no need to ask the hub again
+        return cached if isinstance(cached, str) else hf_hub_download(f'openai-community/{source}', name)
+    except Exception as e:  # whatever the network and its libraries raise
+        why = "HF_HUB_OFFLINE is set and it is not in the cache" if os.environ.get('HF_HUB_OFFLINE') else type(e).__name__
+        raise UserError(f"init_from = {source!r}: {name} of openai-community/{source} could not be fetched ({why}); "
+                        "connect once, or use --init_from=FOLDER, a folder with its config.json and model.safetensors") from None
+
+
+def read_config(source):
+    """ -> its config.json's path and content, of a GPT2LMHeadModel or a UserError """
+    path = locate(source, 'config.json')
+    try:
+        with open(path, encoding='utf-8') as file:
+            saved = dict(json.load(file))
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        raise UserError(f"cannot read {path}: {e}") from None
+    architecture = (saved.get('architectures') or [saved.get('model_type')])[0]
+    if architecture != 'GPT2LMHeadModel':
+        raise UserError(f"{path}: only a GPT2LMHeadModel can be loaded, not {architecture}")
+    return path, saved
+
+
+def gpt2_tokenizer(source):
+    """ what data.tokenizers.load takes: GPT-2's, unless export.py wrote the folder and says otherwise """
+    return read_config(source)[1].get('nanoffn', {}).get('tokenizer', {'name': 'gpt2'})
+
+
+def gpt2_settings(source):
+    """ {setting: value} of the weights `source`. Raises UserError when config.json asks for what a GPT here does not compute. """
+    path, saved = read_config(source)
+    if source not in GPT2:
+        locate(source, 'model.safetensors')  # said now, before a run directory is made
+    for key in ('n_layer', 'n_head', 'n_embd', 'n_positions', 'vocab_size'):
+        if type(saved.get(key)) is not int or saved[key] < 1:
+            raise UserError(f"{path}: {key} is missing or not a number above 0")
+    for key, value in {'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False}.items():
+        if saved.get(key, value) != value:
+            raise UserError(f"{path}: {key} = {saved[key]!r}: only {value!r} can be loaded")
+    if saved['vocab_size'] < GPT2_VOCAB and gpt2_tokenizer(source)['name'] == 'gpt2':
+        raise UserError(f"{path}: vocab_size = {saved['vocab_size']}: GPT-2 has {GPT2_VOCAB:,} tokens, and others cannot be loaded")
+    activation = saved.get('activation_function', 'gelu_new')
+    if activation not in GPT2_ACTIVATIONS:
+        raise UserError(f"{path}: activation_function = {activation!r}: must be one of {', '.join(GPT2_ACTIVATIONS)}")
+    width = saved.get('n_inner') or 4 * saved['n_embd']
+    return {'n_layer': saved['n_layer'], 'n_head': saved['n_head'], 'n_embd': saved['n_embd'], 'block_size': saved['n_positions'],
+            'vocab_size': saved['vocab_size'], 'ffn': GPT2_ACTIVATIONS[activation],
+            'intermediate_size': 0 if width == 4 * saved['n_embd'] else width, 'n_kv_head': 0, 'head_dim': 0, 'norm': 'layernorm',
+            'position': 'learned', 'qk_norm': False, 'bias': True, 'tie_embeddings': saved.get('tie_word_embeddings', True)}
+
+
+def implied_by_weights(given):
+    """
+    The architecture that init_from implies when it names weights, so that nobody has to spell it out. block_size may be given smaller,
+    vocab_size larger (as padding); any other setting that was given and contradicts the weights is a UserError.
+    """
+    source = given.get('init_from', 'auto')
+    if source in RUNS:
+        return {}
+    if source not in GPT2 and not os.path.isdir(source):
+        raise UserError(f"init_from = {source!r}: must be {', '.join(RUNS + GPT2)}, or a folder with such weights")
+    settings = gpt2_settings(source)
+    n_embd, n_head = settings['n_embd'], settings['n_head']
+    derived = {'n_kv_head': n_head, 'head_dim': n_embd // n_head, 'intermediate_size': 4 * n_embd}  # what 0 stands for
+    wrong = []
+    for key, value in settings.items():
+        got = given.get(key, value)
+        if key in ('block_size', 'vocab_size'):
+            fits = got <= value if key == 'block_size' else got >= value or got == 0
+        else:
+            fits = got in (value, value or derived.get(key))
+        if not fits:
+            wrong.append(f"{key} = {got!r} (it has {value!r})")
+    if wrong:
+        raise UserError(f"init_from = {source!r} contradicts {', '.join(wrong)}; leave {'it' if len(wrong) == 1 else 'them'} out")
+    return settings
+
+
+def load_gpt2(source, config, say=print):
+    """
+    The state dict of GPT(config) with the weights `source`. Positions past block_size are cut off. Rows that pad the vocabulary are the
+    mean of the others, which adds at most ln(padded / vocabulary) to the loss, 0.0009 for 50,304; zeros would be the likeliest tokens of
+    all, as GPT-2's logits are far below 0.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        raise UserError(f"init_from = {source!r} needs safetensors: pip install safetensors") from None
+    path = locate(source, 'model.safetensors')
+    try:
+        saved = {name.removeprefix('transformer.'): tensor for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"cannot read {path}: {e}") from None
+    with torch.device('meta'):
+        shapes = {name: parameter.shape for name, parameter in GPT(config).state_dict().items()}
+    out, used = {}, set()
+    for name, shape in shapes.items():
+        theirs = 'wte.weight' if name == 'lm_head.weight' and config.tie_embeddings else gpt2_name(name)
+        if theirs not in saved:
+            raise UserError(f"{path}: {theirs} is missing")
+        tensor = saved[theirs].float()
+        if is_transposed(name):
+            tensor = tensor.t()
+        elif name == 'wpe.weight' and config.block_size < len(tensor):
+            say(f"{source}: block_size {config.block_size:,} keeps the first of its {len(tensor):,} positions")
+            tensor = tensor[:config.block_size]
+        elif name in ('wte.weight', 'lm_head.weight') and config.vocab_size > len(tensor):
+            tensor = torch.cat((tensor, tensor.mean(0, keepdim=True).expand(config.vocab_size - len(tensor), -1)))
+        if tensor.shape != shape:
+            raise UserError(f"{path}: {theirs} is of shape {tuple(saved[theirs].shape)}, which does not fit config.json")
+        out[name] = tensor
+        used.add(theirs)
+    # the causal mask and a second copy of a tied head are in some files
+    left = [name for name in saved.keys() - used if not name.endswith(('.attn.bias', '.attn.masked_bias')) and name != 'lm_head.weight']
+    if left:
+        raise UserError(f"{path}: {min(left)} is not part of the model in config.json")
+    return out
