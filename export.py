@@ -169,7 +169,7 @@ def hf_tokenizer(spec, tokenizer):
     if spec['name'] == 'byte':
         model = {'type': 'BPE', 'vocab': {chars[b]: b for b in range(256)}, 'merges': []}
     elif spec['name'] == 'char':  # a character it does not know is an error there too
-        model = {'type': 'WordLevel', 'vocab': tokenizer.ids, 'unk_token': ''}
+        model = {'type': 'WordLevel', 'vocab': {char: i for i, char in enumerate(tokenizer.chars)}, 'unk_token': ''}
         pre, decoder = {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated', 'invert': False}, {'type': 'Fuse'}
     else:
         def text(token):
@@ -178,7 +178,8 @@ def hf_tokenizer(spec, tokenizer):
         encoding, special = tokenizer.encoding, tokenizer.encoding._special_tokens
         model = {'type': 'BPE', 'vocab': {text(token): rank for token, rank in encoding._mergeable_ranks.items()},
                  'merges': [list(map(text, pair)) for pair in merges_of(encoding._mergeable_ranks)]}
-        split = {'type': 'Split', 'pattern': {'Regex': encoding._pat_str}, 'behavior': 'Isolated', 'invert': False}
+        pattern = encoding._pat_str.replace('{1,3}+', '{1,3}')  # which tokenizers reads as (...{1,3})+; nothing after it could backtrack
+        split = {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
         pre = {'type': 'Sequence', 'pretokenizers': [split, byte_level]}
     if model['type'] == 'BPE':
         model |= {'dropout': None, 'unk_token': None, 'continuing_subword_prefix': None, 'end_of_word_suffix': None, 'fuse_unk': False,

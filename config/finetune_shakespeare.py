@@ -1,6 +1,7 @@
 # GPT-2 (124M) on Tiny Shakespeare in its own tokens, as nanoGPT fine-tunes gpt2-xl: few steps at a small constant learning rate.
-#   python data/shakespeare/prepare.py && python train.py config/finetune_shakespeare.py
+#   python train.py config/finetune_shakespeare.py
 # The weights, 0.5 GB, come from the Hugging Face hub; --init_from=FOLDER takes them from a copy. Larger: --init_from=gpt2-xl
+# On a CPU, a shorter context and fewer sequences: --block_size=256 --batch_size=4
 dataset = 'shakespeare'
 init_from = 'gpt2'
 out_dir = 'out/finetune_shakespeare'

@@ -6,10 +6,12 @@ import hashlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import socket
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +19,15 @@ import tiktoken
 import torch
 from conftest import ROOT, metrics, run_script
 from safetensors.torch import load_file, save_file
+from tiktoken_ext import openai_public
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 import checkpoint
 from configurator import UserError, parse
 from data import tokenizers
 from data.writer import write_dataset
-from export import export
+from export import export, hf_tokenizer
 from model import FFNS, GPT, GPTConfig
 from train import TrainConfig
 from weights import gpt2_settings, implied_by_weights, load_gpt2
@@ -344,6 +348,19 @@ def test_exported_tokenizer(name, tiktoken_cache, tmp_path, monkeypatch):
     if name == 'char':
         with pytest.raises(Exception, match='vocabulary'):
             theirs('\N{CYRILLIC CAPITAL LETTER ZHE}')
+
+
+@pytest.mark.parametrize('name', ['cl100k_base', 'o200k_base'])
+def test_newer_tokenizers(name, tiktoken_cache, monkeypatch):
+    """ their own patterns cut text as tiktoken cuts it; the vocabulary, which is not to be had offline, is GPT-2's """
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', tiktoken_cache)
+    ranks = tiktoken.get_encoding('gpt2')._mergeable_ranks
+    monkeypatch.setattr(openai_public, 'load_tiktoken_bpe', lambda *args, **options: ranks)
+    encoding = tiktoken.Encoding(**getattr(openai_public, name)())
+    theirs = Tokenizer.from_str(json.dumps(hf_tokenizer({'name': name}, SimpleNamespace(encoding=encoding))))
+    rng = random.Random(0)
+    for text in [MIXED, *(''.join(rng.choices("aAbé漢1234567890 \n\r\t'sSdDlLvVrReE.,!?_-/🙂ſİ\u3000", k=60)) for _ in range(1000))]:
+        assert theirs.encode(text).ids == encoding.encode_ordinary(text), repr(text)
 
 
 def test_an_exported_run(script, trained, tmp_path):
