@@ -96,13 +96,21 @@ def test_a_run_holds_everything(script, tiny_data, tmp_path):
 
 def test_a_continued_run_is_one_run(tiny_data, tmp_path):
     """ ended by SIGTERM, by kill -9 and by SIGINT: three files of one id whose steps follow on each other, but for what had to be trained again """
-    args, out_dir = [*TINY, f'--dataset={tiny_data}', '--wandb=offline', '--lr_decay_iters=20', '--eval_interval=100000', '--max_iters=100000'], tmp_path / 'out/swiglu'
-    for number, rc in ((signal.SIGTERM, 143), (signal.SIGKILL, -9), (signal.SIGINT, 130)):
+    args = [*TINY, f'--dataset={tiny_data}', '--wandb=offline', '--lr_decay_iters=20', '--eval_interval=100000', '--max_iters=100000']
+    out_dir = tmp_path / 'out/swiglu'
+
+    def run_until(number):
         started, before = start_script('train.py', *args, tmp_path=tmp_path, env=ONLINE), len(fragments(out_dir))
-        # long enough for what wandb writes every two seconds
-        started.wait_for(lambda: len(fragments(out_dir)) > before and b'grad_norm' in fragments(out_dir)[-1].read_bytes())  # noqa: B023
+
+        def far_enough():  # before kill -9: steps that are in wandb's file, which is written every two seconds, and in no checkpoint
+            return started.out().count('| loss') >= 4 and (
+                number != signal.SIGKILL or len(fragments(out_dir)) > before and b'grad_norm' in fragments(out_dir)[-1].read_bytes())
+
+        started.wait_for(far_enough)
         os.kill(started.pid, number)
-        assert started.wait().rc == rc
+        return started.wait().rc
+
+    assert [run_until(number) for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)] == [143, -9, 130]
     first, second, third = map(read_back, fragments(out_dir))
     assert {records['run'][0]['run_id'] for records in (first, second, third)} == {json.loads((out_dir / 'run.json').read_text())['wandb_id']}
     # a sweep runs again what the machine's owner stopped, not what a person stopped
