@@ -147,7 +147,7 @@ def compared(tiny_data, tmp_path_factory):
     return folder, done.stdout
 
 
-def test_files(compared):
+def check_files(compared):
     folder, said = compared
     for name in FILES:
         assert (folder / name).stat().st_size > 1000, name
@@ -158,7 +158,7 @@ def test_files(compared):
         assert words in text, words
 
 
-def test_results_are_those_of_the_runs(compared):
+def check_results_are_those_of_the_runs(compared):
     folder, _ = compared
     results = json.loads((folder / 'results.json').read_text())
     losses = {ffn: [json.loads((folder / f'{ffn}-s{seed}/summary.json').read_text())['val_loss'] for seed in (1337, 1338, 1339)] for ffn in ('gelu', 'swiglu')}
@@ -181,7 +181,7 @@ def test_results_are_those_of_the_runs(compared):
     assert json.loads((folder / 'swiglu-s1337/run.json').read_text())['config']['wandb_group'] == 'c'
 
 
-def test_again_and_report_only(compared, tiny_data, tmp_path):
+def check_again_and_report_only(compared, tiny_data, tmp_path):
     folder, _ = compared
     script = _script_in(folder.parents[2])
     before = {path: path.stat().st_mtime_ns for path in folder.glob('*-s*/*')}
@@ -207,7 +207,7 @@ def _script_in(folder):
     return lambda *args, **options: run_script(*args, tmp_path=folder, **options)
 
 
-def test_wandb_has_the_report(compared):
+def check_wandb_has_the_report(compared):
     folder, _ = compared
     [run] = [path for path in folder.glob('wandb/offline-run-*/run-*.wandb')]
 
@@ -235,7 +235,7 @@ def test_wandb_has_the_report(compared):
     assert all((run.parent / 'files' / name).read_bytes() == (folder / name).read_bytes() for name in ('report.md', 'results.json'))
 
 
-def test_runs_by_hand(compared, trained, tmp_path, script):
+def check_runs_by_hand(compared, trained, tmp_path, script):
     """ runs of train.py compare when they are equal, and are refused, both named, when they are not """
     folder, _ = compared
     pair = f'--runs={folder}/gelu-s1337,{folder}/swiglu-s1337'
@@ -244,6 +244,15 @@ def test_runs_by_hand(compared, trained, tmp_path, script):
     assert script('compare.py', f'--runs={folder}/gelu-s1337,{tmp_path}/none', ok=False).err == f"error: {tmp_path}/none is not a run directory: it has no run.json\n"
     twice = script('compare.py', f'--runs={folder}/gelu-s1337,{folder}/gelu-s1337', ok=False)
     assert twice.rc == 2 and 'are both gelu with seed 1337' in twice.err
+
+
+def test_a_comparison(compared, tiny_data, trained, tmp_path, script):
+    """ one test, for it takes half a minute to make and two processes would make it twice """
+    check_files(compared)
+    check_results_are_those_of_the_runs(compared)
+    check_again_and_report_only(compared, tiny_data, tmp_path)
+    check_wandb_has_the_report(compared)
+    check_runs_by_hand(compared, trained, tmp_path, script)
 
 
 @pytest.mark.parametrize('key, value, words', [
@@ -297,6 +306,7 @@ def test_interrupted(tiny_data, tmp_path):
     assert 'stopped by SIGTERM' in log.read_text() and list((tmp_path / 'out/compare/c/gelu-s1337').glob('ckpt_*.pt'))
 
 
+@pytest.mark.slow
 def test_equal_time(script, tiny_data, tmp_path):
     out = script('compare.py', *TINY, f'--dataset={tiny_data}', '--name=c', '--ffns=gelu,swiglu', '--n_seeds=1', '--match=time', '--max_iters=40').out
     results = json.loads((tmp_path / 'out/compare/c/results.json').read_text())
@@ -322,6 +332,7 @@ def test_tuned(script, tiny_data, tmp_path):
     assert 'tuned' in (tmp_path / 'out/compare/c/report.md').read_text()
 
 
+@pytest.mark.slow
 def test_several_processes_per_run(script, tiny_data, tmp_path):
     """ a run over two processes gives the losses of one """
     script('compare.py', *TINY, f'--dataset={tiny_data}', '--name=c', '--ffns=gelu,swiglu', '--n_seeds=1', '--max_iters=4', '--n_gpus=2')
