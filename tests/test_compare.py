@@ -319,6 +319,7 @@ def test_equal_time(script, tiny_data, tmp_path):
     assert [name for name in timed if not name.endswith('.log')] == ['gelu-back-s1337', 'gelu-forth-s1337', 'swiglu-back-s1337', 'swiglu-forth-s1337']
 
 
+@pytest.mark.slow
 def test_tuned(script, tiny_data, tmp_path):
     compare(script, tiny_data, '--ffns=gelu,swiglu', '--n_seeds=1', '--tune_lr=0.1,1,10', '--learning_rate=0.02', '--max_iters=6')
     results = json.loads((tmp_path / 'out/compare/c/results.json').read_text())

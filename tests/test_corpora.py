@@ -159,6 +159,7 @@ def test_openwebtext_is_nanogpts(copy, hub, cache, documents, gpt2, tmp_path):
     assert len(split['test']) == 2
 
 
+@pytest.mark.slow
 def test_tinystories_and_other_files(copy, hub, cache, documents, gpt2, tmp_path):
     prepare = copy('tinystories')
     read = lambda split, dtype=np.uint16: np.fromfile(prepare.parent / f'{split}.bin', dtype)  # noqa: E731
