@@ -169,9 +169,10 @@ def move_aside(out_dir):
     return f'{out_dir}.{n}'
 
 
-def open_run(out_dir, init_from, config, say=print):
+def open_run(out_dir, init_from, config, say=print, defaults=None):
     """
-    Lock out_dir and decide what to start from. config: the settings as a dict, with the data's fingerprint.
+    Lock out_dir and decide what to start from. config: the settings as a dict, with the data's fingerprint. defaults: of settings that
+    a checkpoint may be older than.
 
     -> (lock, path, state): path and state of the checkpoint to continue, or None, None for a fresh start.
     init_from='auto' continues a run of the same settings, and so do weights to start from; an earlier run of other settings is moved
@@ -183,7 +184,7 @@ def open_run(out_dir, init_from, config, say=print):
         if re.fullmatch(LEFTOVER, name):
             os.unlink(os.path.join(out_dir, name))
     path, state = load_latest(out_dir, say) if init_from != 'scratch' else (None, None)
-    changed = changed_settings(state['config'], config) if state else {}
+    changed = changed_settings({**(defaults or {}), **state['config']}, config) if state else {}
     if init_from == 'resume':
         changed.pop('weights', None)  # where the run came from; it is not loaded again
     differences = ', '.join(f'{key} was {old!r}, now {new!r}' for key, (old, new) in changed.items())

@@ -170,7 +170,7 @@ def read_state(config, fingerprint):
     if not run:
         return {'status': 'left', 'fraction': 0.0}
     wanted = {**asdict(config), 'data': fingerprint}
-    saved = {**run['config'], 'data': run['data']['fingerprint']}
+    saved = {**asdict(TrainConfig()), **run['config'], 'data': run['data']['fingerprint']}
     changed = [f"{key} was {saved.get(key)!r}, now {value!r}" for key, value in wanted.items()
                if key not in IGNORED and saved.get(key) != value]
     if changed:

@@ -272,7 +272,7 @@ def main():
     elif config.eval_only:
         path, state = find_model(config.out_dir, settings)
     elif rank == 0:
-        held, path, state = checkpoint.open_run(config.out_dir, config.init_from, settings)
+        held, path, state = checkpoint.open_run(config.out_dir, config.init_from, settings, defaults=asdict(TrainConfig()))
         finished = is_finished(config, state)
     if world_size > 1 and not config.eval_only:
         shared = [finished, path]

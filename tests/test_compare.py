@@ -1,5 +1,6 @@
 import copy
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, environment
 from scipy.stats import ttest_rel
 
-from compare import Board, CompareConfig, ffn_cost, make_variants, matched_width, stretch, tune
+from compare import Board, CompareConfig, ffn_cost, make_variants, matched_width, read_state, stretch, tune
 from configurator import UserError, parse
 from model import FFNS, GPTConfig, components, totals
 from plots import PLOTS
@@ -406,6 +407,17 @@ def test_runs_older_than_a_setting():
     for run in runs:
         del run['config']['loss_chunks']
     assert make_results(runs, None, 0.005, {'match': 'params', 'command': ''})['ffns']['swiglu']['width'] == 128
+
+
+def test_a_run_older_than_a_setting_is_kept(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / 'old')
+    run = json.loads((tmp_path / 'old/run.json').read_text())
+    config = TrainConfig(**{**run['config'], 'out_dir': str(tmp_path / 'old')})
+    del run['config']['skip_spikes']
+    (tmp_path / 'old/run.json').write_text(json.dumps(run))
+    assert read_state(config, run['data']['fingerprint'])['status'] == 'done'
+    with pytest.raises(UserError, match='skip_spikes was False, now True'):
+        read_state(replace(config, skip_spikes=True), run['data']['fingerprint'])
 
 
 def test_notes():
