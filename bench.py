@@ -34,11 +34,11 @@ import torch
 from compare import matched_width
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
+from data.writer import cpu_count
 from machine import (
     StepGraph,
     autocast,
     choose_device,
-    cpu_count,
     describe_machine,
     device_name,
     pack_for_sampling,

@@ -31,7 +31,8 @@ import torch
 import checkpoint
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
-from machine import choose_device, cpu_count, device_name
+from data.writer import cpu_count
+from machine import choose_device, device_name
 from model import FFNS, GPTConfig, components
 from report import IGNORED, add_profile, finite, headline, log_to_wandb, make_results, match_line, read_run, summary_table, write_report
 from timeshare import time_shares

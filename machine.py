@@ -75,11 +75,6 @@ def choose_device(device='auto', dtype='auto', local_rank=0):
     return device, getattr(torch, dtype)
 
 
-def cpu_count():
-    """ cores that this process may use """
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
-
 def cpu_has_bf16():
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 

@@ -302,7 +302,6 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction=reduction)
         return logits, loss
 
-
     def chunked_loss(self, x, targets):
         """ the mean cross entropy of forward(), piece by piece: the logits of a piece are dropped, and made again in the backward pass """
         def piece(x, targets):

@@ -244,6 +244,7 @@ def main():
     if B % (world_size * max(1, config.micro_batch_size)):
         raise UserError(f"batch_size = {B}: must be a multiple of {world_size} processes"
                         + (f" x micro_batch_size = {config.micro_batch_size}" if config.micro_batch_size else ""))
+    say = print if rank == 0 else lambda line: None  # until there is a tracker
     device, dtype = choose_device(config.device, config.dtype, local_rank)
     stop_signals = watch_signals()
     if world_size > 1:
@@ -288,12 +289,12 @@ def main():
         model.load_state_dict(state['model'])
         settings['weights'] = state['config'].get('weights')
     elif weights:
-        model.load_state_dict(load_gpt2(weights, config, say=print if rank == 0 else lambda line: None))
+        model.load_state_dict(load_gpt2(weights, config, say))
     # how a batch is cut up: into micro-batches, dealt out to the processes in turn
     share = B // world_size
     micro = choose_micro_batch_size(config, share)
     if device.type == 'cuda' and not config.micro_batch_size and not config.eval_only:
-        micro = fit_micro_batch(model, config, share, device, dtype, print if rank == 0 else lambda line: None)
+        micro = fit_micro_batch(model, config, share, device, dtype, say)
     micro_batches = range(rank, B // micro, world_size)
     compiled = choose_compile(config, device, dtype)
     if config.deterministic is True or config.deterministic == 'auto' and device.type == 'cpu':

@@ -51,6 +51,11 @@ def replacing(path):
         raise
 
 
+def cpu_count():
+    """ cores that this process may use; here, not in machine.py, which takes two seconds to import """
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
 def id_type(vocab_size):
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
@@ -116,8 +121,7 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
         for i, piece in enumerate(splits[split]):
             job = hashlib.sha256((text + json.dumps(piece)).encode()).hexdigest()
             jobs.append((split, os.path.join(shards, f'{split}_{i:06}.bin'), piece, job))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    num_proc = min(num_proc or cores, len(jobs))
+    num_proc = min(num_proc or cpu_count(), len(jobs))
 
     os.makedirs(shards, exist_ok=True)
     for name in ('train.bin', 'val.bin', 'meta.json', 'shards/*'):  # what a process that was killed had begun
