@@ -139,8 +139,9 @@ def plot_health(results, path):
             if name in row['health']:
                 axis.plot(range(1, len(row['health'][name]) + 1), row['health'][name], label=ffn, **look(ffn))
         axis.set(title=title, xlabel="layer")
-        if name != 'dead_frac':
-            axis.set_ylim(-0.02, 1.02)
+        # a fraction; few units are dead, so these have a scale of their own
+        top = max(0.05, axis.get_ylim()[1]) if name == 'dead_frac' and axis.lines else 1.02
+        axis.set_ylim(-0.02 * top, top)
         axis.yaxis.set_major_formatter(lambda value, _: f'{value:.3g}')
         if axis.lines:
             axis.xaxis.get_major_locator().set_params(integer=True)
