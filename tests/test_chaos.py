@@ -197,14 +197,17 @@ class Torchrun:
 REQUEUE = ['--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1', '--shutdown-timeout=120']
 
 
-@pytest.mark.parametrize('number, flags', [(signal.SIGTERM, []), pytest.param(signal.SIGUSR1, REQUEUE, marks=pytest.mark.chaos)])
-def test_torchrun(tiny_data, tmp_path, number, flags):
+@pytest.mark.parametrize('number, flags, to_all', [
+    (signal.SIGTERM, [], True), pytest.param(signal.SIGUSR1, REQUEUE, True, marks=pytest.mark.chaos),
+    pytest.param(signal.SIGTERM, [], False, marks=pytest.mark.chaos)], ids=['SIGTERM', 'SIGUSR1', 'to one process alone'])
+def test_torchrun(tiny_data, tmp_path, number, flags, to_all):
     args = [*ARGS, f'--dataset={tiny_data}', '--max_iters=40']
     assert Torchrun(*args, '--out_dir=straight', tmp_path=tmp_path).wait() == 0
     # a signal saves
     run = Torchrun(*args, '--out_dir=x', flags=flags, tmp_path=tmp_path)
     run.until('iter 5/')
-    run.process.send_signal(number)
+    rank_0 = int((tmp_path / 'x/.lock').read_text().split()[1])
+    os.kill(run.process.pid if to_all else (set(run.workers()) - {rank_0}).pop(), number)
     assert run.wait() != 0 and f'stopped by {number.name} at iter' in ''.join(run.lines)
     stopped = newest(tmp_path / 'x')['iter']
     assert 5 <= stopped < 30
