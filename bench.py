@@ -20,6 +20,7 @@ import math
 import multiprocessing
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,23 +32,26 @@ from typing import Literal
 import numpy as np
 import torch
 
-from compare import matched_width
+from comparison.matching import matched_width
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
 from data.writer import cpu_count
-from machine import (
-    StepGraph,
+from model import FFNS, GPT
+from sample import generate
+from train import TrainConfig, TrainStep
+from training.accounting import components, totals
+from training.machine import (
     autocast,
+    choose_compile,
     choose_device,
+    choose_micro_batch_size,
     describe_machine,
     device_name,
     pack_for_sampling,
     peak_flops,
     peak_memory,
 )
-from model import FFNS, GPT, components, generate, totals
-from optimizer import configure_optimizers
-from train import TrainConfig, accumulate, choose_compile, choose_micro_batch_size, update, use_step_graph
+from training.processes import Processes
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # nanoGPT's architecture, so that both sides compute the same function
@@ -111,34 +115,48 @@ def timed(call, device, n=1):
 
 class Worker:
     """
-    A side in a process of its own, as it is when it is used: build(*args) there makes the call that is timed. worker(n) -> seconds per
-    call, over n calls; finish() -> its peak memory in bytes.
+    A side in a process of its own, or in n_processes that torch.distributed joins, as it is when it is used: build(device, *args) there
+    makes the call that is timed. worker(n) -> seconds per call, over n calls; finish() -> the peak memory of one, in bytes.
     """
 
-    def __init__(self, build, args, device, threads):
-        context = multiprocessing.get_context('spawn')
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, build, args, device, threads), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, build, args, device, n_processes=1):
+        context, self.pipes, self.processes = multiprocessing.get_context('spawn'), [], []
+        threads = max(1, torch.get_num_threads() // n_processes)
+        env = {'WORLD_SIZE': str(n_processes), 'MASTER_ADDR': 'localhost', 'MASTER_PORT': str(free_port())} if n_processes > 1 else {}
+        for rank in range(n_processes):
+            pipe, theirs = context.Pipe()
+            ranks = {key: str(rank) for key in ('RANK', 'LOCAL_RANK')} if env else {}
+            self.processes.append(context.Process(target=serve, args=(theirs, build, args, device, threads, env | ranks), daemon=True))
+            self.processes[-1].start()
+            self.pipes.append(pipe)
+            theirs.close()
 
     def __call__(self, n):
         try:
-            self.pipe.send(n)
-            return self.pipe.recv()
+            for pipe in self.pipes:
+                pipe.send(n)
+            return max(pipe.recv() for pipe in self.pipes)
         except (EOFError, BrokenPipeError):
             raise UserError("a side of the benchmark stopped, see above") from None
 
     def finish(self):
         memory = self(0)
-        self.process.join()
+        for process in self.processes:
+            process.join()
         return memory
 
 
-def serve(pipe, build, args, device, threads):
+def free_port():
+    with socket.socket() as server:
+        server.bind(('localhost', 0))
+        return server.getsockname()[1]
+
+
+def serve(pipe, build, args, device, threads, env):
+    os.environ.update(env)
     if device.type == 'cpu':
         torch.set_num_threads(threads)
-    call = build(*args)
+    call = build(device, *args)
     with contextlib.suppress(EOFError):  # the benchmark has ended early
         while n := pipe.recv():
             pipe.send(timed(call, device, n))
@@ -160,6 +178,18 @@ def take_turns(sides, rounds, seconds):
         for name in list(sides)[::-1] if turn % 2 else sides:
             out[name]['times'].append(sides[name](calls[name]))
     return out
+
+
+def step_times(variants, n_processes=1):
+    """ {ffn: seconds of a training step} of {ffn: TrainConfig}, each on n_processes, taking turns """
+    config = next(iter(variants.values()))
+    device, dtype = choose_device(config.device, config.dtype)
+    workers = {ffn: Worker(our_step, (variant, dtype, choose_compile(variant, device, dtype)), device, n_processes)
+               for ffn, variant in variants.items()}
+    results = take_turns(workers, rounds=8, seconds=0.5)
+    for worker in workers.values():
+        worker.finish()
+    return {ffn: statistics.median(row['times']) for ffn, row in results.items()}
 
 
 def ratio(a, b):
@@ -192,22 +222,22 @@ def our_model(train_config, device, compiled):
     return model
 
 
-def our_step(train_config, device, dtype, compiled):
+def our_step(device, train_config, dtype, compiled):
     """ a call that takes one optimizer step as train.py does, on one of four batches that lie ready """
-    choose_device(str(device))  # sets up the process as train.py does
-    model = our_model(train_config, device, compiled)
-    optimizers = configure_optimizers(model, train_config, device, dtype)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    micro = choose_micro_batch_size(train_config, train_config.batch_size)
-    batches = random_batches(train_config, device)
+    processes = Processes()
+    if processes.world_size > 1:
+        device = torch.device(device.type)  # each has its own
+    device, _ = choose_device(str(device), local_rank=processes.local_rank)  # sets up the process as train.py does
+    processes.connect(device)
+    share = train_config.batch_size // processes.world_size
+    micro = choose_micro_batch_size(train_config, share)
+    step = TrainStep(our_model(train_config, device, compiled), train_config, device, dtype, share // micro, processes.world_size)
+    batches, its = random_batches(replace(train_config, batch_size=share), device), itertools.count()
 
-    def take_step(x, y):
-        loss = accumulate(model, zip(x.split(micro), y.split(micro), strict=True), len(x) // micro, scaler, device, dtype)
-        return loss, update(model, optimizers, scaler, train_config.grad_clip)
-
-    if use_step_graph(train_config, device, 1, train_config.batch_size // micro, scaler):
-        take_step = StepGraph(take_step)
-    return lambda: take_step(*next(batches))
+    def take_step():
+        x, y = next(batches)
+        step(next(its), zip(x.split(micro), y.split(micro), strict=True))
+    return take_step
 
 
 def random_batches(shape, device):
@@ -235,7 +265,7 @@ def reference_model(ref, shape, device, compiled):
     return torch.compile(model) if compiled else model, optimizer
 
 
-def reference_step(ref, shape, device):
+def reference_step(device, ref, shape):
     """ the same for nanoGPT, as its train.py does it: on a GPU compiled and with bfloat16 autocast, on a CPU neither """
     model, optimizer = reference_model(ref, shape, device, compiled=device.type == 'cuda')
     batches = random_batches(shape, device)
@@ -255,7 +285,7 @@ def prompt_of_16(shape, batch_size, device):
     return torch.randint(shape.vocab_size, (batch_size, 16), generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def our_decode(shape, device, dtype, batch_size, n):
+def our_decode(device, shape, dtype, batch_size, n):
     """ a call that samples n tokens after a prompt of 16 """
     choose_device(str(device))
     model, prompt = our_model(shape, device, False), prompt_of_16(shape, batch_size, device)
@@ -268,7 +298,7 @@ def our_decode(shape, device, dtype, batch_size, n):
     return call
 
 
-def reference_decode(ref, shape, device, batch_size, n):
+def reference_decode(device, ref, shape, batch_size, n):
     model, prompt = reference_model(ref, shape, device, False)[0].eval(), prompt_of_16(shape, batch_size, device)
 
     def call():
@@ -309,23 +339,23 @@ def bench_train(config, device, dtype):
     if config.ffns:
         for ffn in config.ffns.split(','):
             variant = our_config(config, ffn=ffn)
-            builds[ffn] = our_step, (replace(variant, intermediate_size=matched_width(variant)), device, dtype, compiled), dtype
+            builds[ffn] = our_step, (replace(variant, intermediate_size=matched_width(variant)), dtype, compiled), dtype
     else:
-        builds['ours'] = our_step, (shape, device, dtype, compiled), dtype
+        builds['ours'] = our_step, (shape, dtype, compiled), dtype
         if config.ref:
-            builds['nanoGPT'] = reference_step, (config.ref, shape, device), torch.bfloat16 if device.type == 'cuda' else torch.float32
+            builds['nanoGPT'] = reference_step, (config.ref, shape), torch.bfloat16 if device.type == 'cuda' else torch.float32
         if compiled and device.type == 'cpu':
-            builds['ours, eager'] = our_step, (shape, device, dtype, False), dtype
+            builds['ours, eager'] = our_step, (shape, dtype, False), dtype
         if dtype != torch.float32 and device.type == 'cpu':
-            builds['ours, float32'] = our_step, (shape, device, torch.float32, False), torch.float32
+            builds['ours, float32'] = our_step, (shape, torch.float32, False), torch.float32
         ours = TrainConfig(**{key: getattr(shape, key) for key in PRESETS[config.preset]}, ffn='gelu')
-        builds['ours, own recipe'] = our_step, (ours, device, dtype, compiled), dtype  # RoPE, QK-norm, RMSNorm, untied, Muon
+        builds['ours, own recipe'] = our_step, (ours, dtype, compiled), dtype  # RoPE, QK-norm, RMSNorm, untied, Muon
         if device.type == 'cuda' and not config.batch_size:
             large = replace(shape, batch_size=64)
-            builds['ours, 64 sequences'] = our_step, (large, device, dtype, compiled), dtype
+            builds['ours, 64 sequences'] = our_step, (large, dtype, compiled), dtype
     names = list(builds)
     peak = measure_peak(device, {kind for _, _, kind in builds.values()})
-    sides = {name: Worker(build, args, device, torch.get_num_threads()) for name, (build, args, _) in builds.items()}
+    sides = {name: Worker(build, args, device) for name, (build, args, _) in builds.items()}
     results = take_turns({**sides, 'again': sides[names[0]]}, config.rounds, config.seconds)
     spread = noise(results[names[0]], results['again'])
     baseline = 'nanoGPT' if 'nanoGPT' in results else names[0]
@@ -358,9 +388,9 @@ def bench_decode(config, device, dtype):
     n = min(200, shape.block_size - 16)
     print(f"{'sequences':<12}{'ours tok/s':>12}{'nanoGPT':>10}{'ratio':>8}   {n} new tokens each")
     for batch_size in (1, 8, 64) if device.type == 'cuda' else (1, 8):
-        sides = {'ours': Worker(our_decode, (shape, device, dtype, batch_size, n), device, torch.get_num_threads())}
+        sides = {'ours': Worker(our_decode, (shape, dtype, batch_size, n), device)}
         if config.ref:
-            sides['nanoGPT'] = Worker(reference_decode, (config.ref, shape, device, batch_size, n), device, torch.get_num_threads())
+            sides['nanoGPT'] = Worker(reference_decode, (config.ref, shape, batch_size, n), device)
         results = take_turns({**sides, 'again': sides['ours']}, max(2, config.rounds // 2), config.seconds)
         for side in sides.values():
             side.finish()
@@ -465,7 +495,7 @@ def bench_scale(config, device, dtype):
     for key, factors in (('block_size', (1, 2, 4)), ('n_embd', (1, 2, 4)), ('n_layer', (1, 2, 4)), ('vocab_size', (1, 8, 64))):
         for factor in factors:
             changed = replace(shape, **{key: getattr(shape, key) * factor})
-            worker = Worker(our_step, (changed, device, dtype, compiled), device, torch.get_num_threads())
+            worker = Worker(our_step, (changed, dtype, compiled), device)
             times = take_turns({'ours': worker}, 3, config.seconds)['ours']['times']
             worker.finish()
             seconds = statistics.median(times)

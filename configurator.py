@@ -25,6 +25,11 @@ class UserError(Exception):
     """ What the user did wrong, in one sentence that names the key or file, the value and the way out. """
 
 
+def one_line(error):
+    """ an exception in one line """
+    return f'{type(error).__name__}: {error}'.splitlines()[0]
+
+
 # nanoGPT's names that mean something else here, or nothing
 HINTS = {
     'always_save_checkpoint': "checkpoint_interval says when to save; the best so far is kept as best.pt",
@@ -57,6 +62,11 @@ def configure(config_class, argv=None, doc='', implied=None):
         return parse(config_class, argv, implied)
     except UserError as e:
         die(e)
+
+
+def with_defaults(config_class, saved):
+    """ the settings that a file holds, as a dict, with the defaults of those that are younger than the file """
+    return {field.name: field.default for field in dataclasses.fields(config_class)} | saved
 
 
 def die(error):

@@ -16,10 +16,10 @@ import torch
 
 from configurator import UserError, configure, die
 from data import tokenizers
+from files import read_json, write_json
 from model import FFNS, config_from, split_parts
-from sample import find_checkpoint
-from tracking import read_json, write_json
-from weights import gpt2_name, is_transposed
+from training import checkpoint
+from training.pretrained import gpt2_name, is_transposed
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def main():
     to = os.path.normpath(config.to)
     if os.path.exists(to) and (not os.path.isdir(to) or os.listdir(to)) and 'nanoffn' not in read_json(os.path.join(to, 'config.json')):
         raise UserError(f"{to} is there already and is not an earlier export; choose another --to")
-    path, state = find_checkpoint(config.out_dir)
+    path, state = checkpoint.find(config.out_dir)
     name = export(path, state, to)
     print(f"{to}: {name}, from {path} at iter {state['iter']}\n"
           f"load it with transformers.AutoModelForCausalLM.from_pretrained({to!r})")

@@ -1,17 +1,12 @@
 """
-A GPT whose feed-forward layer is one word of its configuration, and the exact account of what each part of it costs.
-
-    python model.py                                    # components of the default model: parameters and FLOPs
-    python model.py config/published/llama_7b.py       # of any model, in a second, with nothing allocated
-    python model.py config/swiglu.py --n_embd=512 --format=json
+A GPT whose feed-forward layer is one word of its configuration.
 
 Shapes: B batch, T time, C n_embd, nh query heads, nkv key/value heads, hd head_dim, F hidden width of the FFN, V vocabulary.
 """
 
 import hashlib
-import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,7 +14,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from configurator import UserError, configure, require
+from configurator import die, require, with_defaults
 
 # -----------------------------------------------------------------------------
 # the feed-forward layers
@@ -160,8 +155,9 @@ class GPTConfig:
 
 
 def config_from(settings):
-    """ the model's part of the settings in a checkpoint or run.json; a setting that is younger than they are has its default """
-    return GPTConfig(**{key: settings[key] for key in GPTConfig.__dataclass_fields__ if key in settings})
+    """ the model's part of the settings in a checkpoint or run.json """
+    settings = with_defaults(GPTConfig, settings)
+    return GPTConfig(**{key: settings[key] for key in GPTConfig.__dataclass_fields__})
 
 
 class RMSNorm(nn.Module):
@@ -354,269 +350,5 @@ def init_std(name, weight, config):
     return std / math.sqrt(2 * config.n_layer) if output_proj else std  # GPT-2: 2 * n_layer branches add up
 
 
-# -----------------------------------------------------------------------------
-# accounting: what each component costs, by formula
-
-
-COMPONENTS = ('embedding', 'position', 'attention.qkv', 'attention.scores', 'attention.out',
-              'ffn.gate', 'ffn.up', 'ffn.down', 'norm', 'lm_head')
-
-
-def component_of(part):
-    """ the component that a parameter (or a part of a fused one) belongs to """
-    for key, component in (('wte', 'embedding'), ('wpe', 'position'), ('norm', 'norm'), ('lm_head', 'lm_head'),
-                           ('attn.o_proj', 'attention.out'), ('attn.', 'attention.qkv'),
-                           ('gate_proj', 'ffn.gate'), ('down_proj', 'ffn.down'), ('ffn.', 'ffn.up')):
-        if key in part:
-            return component
-    raise KeyError(f"{part} belongs to no component")
-
-
-def components(config, seq_len=None):
-    """
-    What each component costs: rows with name, params, param_share, flops, train_flops (per token) and flop_share.
-
-    A multiply-add is 2 FLOPs. Only matrix products count, as in FlopCounterMode: not the embedding lookup, norms, softmax,
-    activations, the gate's product, residual additions or the loss. Attention counts all seq_len positions (default
-    block_size), not the causal half: QK^T and AV are 2 * nh * hd * T each. Training is 3x forward (two more products in the
-    backward pass of each). A tied head has no parameters of its own and is still a matrix product. Nothing is allocated.
-    """
-    d, L, V, T = config.n_embd, config.n_layer, config.vocab_size, seq_len or config.block_size
-    q, kv, f = config.n_head * config.head_width, config.kv_heads * config.head_width, config.hidden_width
-    act, gated = FFNS[config.ffn]
-    bias, qkv_bias = int(config.bias), int(config.bias or config.qkv_bias)
-    norm = d * (1 + (config.norm == 'layernorm' and bias))
-    count = {  # (parameters, forward FLOPs per token)
-        'embedding':        (V * d, 0),
-        'position':         (config.block_size * d if config.position == 'learned' else 0, 0),
-        'attention.qkv':    (L * (d + qkv_bias) * (q + 2 * kv), L * 2 * d * (q + 2 * kv)),
-        'attention.scores': (0, L * 2 * (2 * q * T)),
-        'attention.out':    (L * (q + bias) * d, L * 2 * q * d),
-        'ffn.gate':         (L * (d + bias) * f, L * 2 * d * f) if gated else (0, 0),
-        'ffn.up':           (L * ((d + bias) * f + sum(p.numel() for p in act().parameters())), L * 2 * d * f),
-        'ffn.down':         (L * (f + bias) * d, L * 2 * f * d),
-        'norm':             ((2 * L + 1) * norm + (L * 2 * config.head_width if config.qk_norm else 0), 0),
-        'lm_head':          (0 if config.tie_embeddings else V * d, 2 * d * V),
-    }
-    params, flops = (sum(column) for column in zip(*count.values(), strict=True))
-    return [{'name': name, 'params': count[name][0], 'param_share': count[name][0] / params, 'flops': count[name][1],
-             'train_flops': 3 * count[name][1], 'flop_share': count[name][1] / flops} for name in COMPONENTS]
-
-
-def totals(rows):
-    return {key: sum(row[key] for row in rows) for key in ('params', 'flops', 'train_flops')}
-
-
-def ffn_mismatch(config):
-    """ parameters of this FFN above those of the ungated one at 4x width, as a fraction of the latter, and as a number per layer """
-    params = sum(row['params'] for row in components(config) if row['name'].startswith('ffn.')) // config.n_layer
-    reference = 8 * config.n_embd**2 + config.bias * 5 * config.n_embd
-    return (params - reference) / reference, params - reference
-
-
-def table(config, seq_len=None):
-    """ the component table as text, with its convention """
-    T = seq_len or config.block_size
-    rows = components(config, T)
-    total = totals(rows)
-    lines = [f"{'component':<18}{'parameters':>18}{'share':>9}{'FLOPs/token':>18}{'share':>9}{'training':>18}"]
-    for row in rows:
-        if row['params'] or row['flops']:
-            name = row['name'] + (' (tied)' if row['name'] == 'lm_head' and config.tie_embeddings else '')
-            lines.append(f"{name:<18}{row['params']:>18,}{row['param_share']:>9.2%}{row['flops']:>18,}{row['flop_share']:>9.2%}"
-                         f"{row['train_flops']:>18,}")
-    lines.append(f"{'total':<18}{total['params']:>18,}{1:>9.2%}{total['flops']:>18,}{1:>9.2%}{total['train_flops']:>18,}")
-    fraction, extra = ffn_mismatch(config)
-    match = "exactly the parameters of" if extra == 0 else f"{fraction:+.3%} ({extra:+,} per layer) against"
-    lines.append(f"{config.ffn} at width {config.hidden_width:,}: {match} an ungated FFN at {4 * config.n_embd:,}")
-    lines.append(f"FLOPs: 2 per multiply-add, matrix products only; full (not causal) attention at T={T:,}; training = 3x forward")
-    return '\n'.join(lines)
-
-
-# -----------------------------------------------------------------------------
-# diagnostics: is the hidden layer alive?
-
-
-@torch.no_grad()
-def ffn_health(model, idx):
-    """
-    The state of each FFN's hidden layer h (the input of down_proj) over the tokens idx (B, T): {metric: [one value per layer]}.
-
-    zero_frac     exact zeros in h (ReLU, ReLU^2, ReGLU; 0 for smooth activations)
-    dead_frac     hidden units that fired on none of the tokens: up > 0 when ungated, |h| > rms(h)/1000 when gated. With B*T
-                  tokens, a unit that counts as dead fires on less than 3/(B*T) of them (95 % upper bound)
-    gate_closed, gate_open   the gate's factor act(g)/g (for glu act(g) itself) below 0.05, above 0.95; gated FFNs only
-    hidden_rms, out_rms      root mean square of h and of the FFN's output
-    Uses hooks on the eager modules; keep it off timed steps.
-    """
-    health, hooks, training = {}, [], model.training
-
-    def record(name, value):
-        health.setdefault(name, []).append(value)
-
-    def on_projected(ffn, out):
-        gate, up = out.chunk(2, dim=-1) if ffn.gated else (None, out)
-        h = ffn.act(gate) * up if ffn.gated else ffn.act(up)
-        rms = h.square().mean().sqrt()
-        fired = h.abs() > rms / 1000 if ffn.gated else up > 0
-        record('zero_frac', (h == 0).float().mean())
-        record('dead_frac', 1 - fired.flatten(0, -2).any(0).float().mean())
-        if ffn.gated:
-            factor = ffn.act(gate) if isinstance(ffn.act, nn.Sigmoid) else ffn.act(gate) / gate
-            record('gate_closed', (factor < 0.05).float().mean())
-            record('gate_open', (factor > 0.95).float().mean())
-        record('hidden_rms', rms)
-
-    for ffn in (block.ffn for block in model.h):
-        first = ffn.gate_up_proj if ffn.gated else ffn.up_proj
-        hooks.append(first.register_forward_hook(lambda _, args, out, ffn=ffn: on_projected(ffn, out.float())))
-        hooks.append(ffn.register_forward_hook(lambda _, args, out: record('out_rms', out.float().square().mean().sqrt())))
-    try:
-        model.eval().features(idx)  # not model(idx): in a compiled model the hooks would not run
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(training)
-    return {name: torch.stack(values).tolist() for name, values in health.items()}
-
-
-# -----------------------------------------------------------------------------
-# generation
-
-
-class KVCache:
-    """
-    Keys and values of one layer for up to block_size tokens. Once `pos` is set, a tensor with the position of the next token that all
-    layers share, each call takes one token and has the same shapes and addresses, as a CUDA graph needs.
-    """
-
-    def __init__(self, config, batch_size, device, dtype):
-        shape = (batch_size, config.kv_heads, config.block_size, config.head_width)
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.length, self.pos = 0, None
-
-    def positions(self, T):
-        """ of the next T tokens """
-        if self.pos is not None:
-            return self.pos
-        assert self.length + T <= self.k.size(2), f"{self.length + T} tokens do not fit block_size {self.k.size(2)}"
-        return slice(self.length, self.length + T)
-
-    def append(self, k, v):
-        """ k, v (B, nkv, T, hd) of the next T tokens -> those of all tokens so far, and which of them are to be seen (None: all) """
-        if self.pos is not None:
-            self.k.index_copy_(2, self.pos, k)
-            self.v.index_copy_(2, self.pos, v)
-            return self.k, self.v, (torch.arange(self.k.size(2), device=k.device) <= self.pos)[None]
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start:self.length], self.v[:, :, start:self.length] = k, v
-        return self.k[:, :, :self.length], self.v[:, :, :self.length], None
-
-
-def fixed_step(model, caches, idx, graph):
-    """
-    -> a function of the next token's idx (B, 1) that gives its features (B, 1, C), in steps that are all alike; on a GPU (graph=True)
-    one CUDA graph, because there launching the kernels one by one takes longer than they do.
-    """
-    pos = torch.tensor([caches[0].length], device=idx.device)
-    for cache in caches:
-        cache.pos = pos
-    idx = idx.clone()
-    if graph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # once outside: what is set up on first use cannot be captured
-            model.features(idx, caches)
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            out = model.features(idx, caches)
-
-    def step(next_idx):
-        idx.copy_(next_idx)
-        if graph:
-            captured.replay()
-        x = out.clone() if graph else model.features(idx, caches)
-        pos.add_(1)
-        return x
-    return step
-
-
-@torch.no_grad()  # not inference_mode, under which autocast would cast every weight anew for each token
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vocab_size=0, generator=None, fixed_shapes=False):
-    """
-    Yields max_new_tokens tensors (B, 1), the continuation of idx (B, T), one position at a time.
-
-    temperature 0 is greedy; top_k keeps the k likeliest tokens (0 = all); top_p then keeps the fewest of them that have at
-    least that much probability together (Holtzman et al. 2019). Ids from vocab_size up (padding) are never sampled.
-    Up to block_size tokens each step computes one position and reads the others from a cache, with the same result as
-    recomputation; past it the window slides, every position changes, and each step recomputes the last block_size tokens.
-    fixed_shapes: let every cached step have the same shapes, as on a GPU, where it is one CUDA graph.
-    """
-    model.eval()
-    config = model.config
-    caches = step = None
-    for _ in range(max_new_tokens):
-        if idx.size(1) > config.block_size:
-            x = model.features(idx[:, -config.block_size:])
-        elif caches is None:
-            dtype = torch.get_autocast_dtype(idx.device.type) if torch.is_autocast_enabled(idx.device.type) else model.wte.weight.dtype
-            caches = [KVCache(config, idx.size(0), idx.device, dtype) for _ in range(config.n_layer)]
-            x = model.features(idx, caches)
-            if fixed_shapes or idx.is_cuda:
-                step = fixed_step(model, caches, idx[:, -1:], graph=idx.is_cuda)
-        else:
-            x = step(idx[:, -1:]) if step else model.features(idx[:, -1:], caches)
-        logits = model.lm_head(x[:, -1]).float()  # (B, V)
-        if vocab_size:
-            logits[:, vocab_size:] = -torch.inf
-        if not logits[:, :vocab_size or None].isfinite().all():
-            raise UserError("the model's logits are not finite: its weights are damaged, or the run had diverged")
-        next_idx = sample(logits, temperature, top_k, top_p, generator)
-        idx = torch.cat((idx, next_idx), dim=1)
-        yield next_idx
-
-
-def sample(logits, temperature, top_k, top_p, generator):
-    """ logits (B, V) -> ids (B, 1) """
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probs = logits.softmax(-1)
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True)
-        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0  # the likelier ones already hold top_p
-        probs = torch.zeros_like(probs).scatter(-1, order, ranked)
-    return torch.multinomial(probs, 1, generator=generator)
-
-
-# -----------------------------------------------------------------------------
-
-
-def main():
-    # the settings of a training run are accepted too, so that every file in config/ works here
-    from train import TrainConfig
-    from weights import implied_by_weights
-
-    @dataclass(frozen=True)
-    class TableConfig(TrainConfig):
-        format: Literal['table', 'json'] = 'table'  # of the output
-        seq_len: int = 0  # tokens that attention spans (0 = block_size)
-
-    config = configure(TableConfig, doc=__doc__, implied=implied_by_weights)
-    if config.vocab_size == 0:
-        config = replace(config, vocab_size=GPTConfig.vocab_size)
-    if config.format == 'json':
-        rows = components(config, config.seq_len)
-        ffn = {'name': config.ffn, 'width': config.hidden_width, 'mismatch': ffn_mismatch(config)[0]}
-        print(json.dumps({'components': rows, 'total': totals(rows), 'ffn': ffn}, indent=2))
-    else:
-        print(f"{config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, vocabulary {config.vocab_size:,}")
-        print(table(config, config.seq_len))
-
-
 if __name__ == '__main__':
-    main()
+    die("model.py is the model; what each part of one costs says cost.py, with the same arguments")

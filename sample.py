@@ -8,20 +8,18 @@ Text from a trained model.
 """
 
 import codecs
-import glob
-import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-import checkpoint
 from configurator import UserError, configure, die, require
 from data import tokenizers
-from machine import autocast, choose_device, pack_for_sampling
-from model import GPT, GPTConfig, config_from, generate
-from weights import gpt2_settings, gpt2_tokenizer, load_gpt2
+from model import GPT, GPTConfig, config_from
+from training import checkpoint
+from training.machine import autocast, choose_device, pack_for_sampling
+from training.pretrained import gpt2_settings, gpt2_tokenizer, load_gpt2
 
 
 @dataclass(frozen=True)
@@ -47,23 +45,116 @@ class SampleConfig:
         require(self, not (self.out_dir and self.init_from), 'init_from', "left out when out_dir names a run")
 
 
-def find_checkpoint(out_dir):
-    """ the best checkpoint of a run, else its newest whole one, from out_dir or the newest run below out/ """
-    if not out_dir:
-        found = glob.glob('out/**/ckpt_*.pt', recursive=True)
-        if not found:
-            raise UserError("no run in out/ yet; train one (python train.py config/swiglu.py) or name it with --out_dir")
-        out_dir = os.path.dirname(max(found, key=os.path.getmtime))
-    best = os.path.join(out_dir, 'best.pt')
-    if os.path.exists(best):
-        try:
-            return best, checkpoint.load(best)
-        except UserError as e:
-            print(f"skipping a checkpoint: {e}", file=sys.stderr)
-    path, state = checkpoint.load_latest(out_dir, say=lambda text: print(text, file=sys.stderr))
-    if not state:
-        raise UserError(f"no usable checkpoint in {out_dir}; --out_dir names a run directory")
-    return path, state
+class KVCache:
+    """
+    Keys and values of one layer for up to block_size tokens. Once `pos` is set, a tensor with the position of the next token that all
+    layers share, each call takes one token and has the same shapes and addresses, as a CUDA graph needs.
+    """
+
+    def __init__(self, config, batch_size, device, dtype):
+        shape = (batch_size, config.kv_heads, config.block_size, config.head_width)
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.length, self.pos = 0, None
+
+    def positions(self, T):
+        """ of the next T tokens """
+        if self.pos is not None:
+            return self.pos
+        assert self.length + T <= self.k.size(2), f"{self.length + T} tokens do not fit block_size {self.k.size(2)}"
+        return slice(self.length, self.length + T)
+
+    def append(self, k, v):
+        """ k, v (B, nkv, T, hd) of the next T tokens -> those of all tokens so far, and which of them are to be seen (None: all) """
+        if self.pos is not None:
+            self.k.index_copy_(2, self.pos, k)
+            self.v.index_copy_(2, self.pos, v)
+            return self.k, self.v, (torch.arange(self.k.size(2), device=k.device) <= self.pos)[None]
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start:self.length], self.v[:, :, start:self.length] = k, v
+        return self.k[:, :, :self.length], self.v[:, :, :self.length], None
+
+
+def fixed_step(model, caches, idx, graph):
+    """
+    -> a function of the next token's idx (B, 1) that gives its features (B, 1, C), in steps that are all alike; on a GPU (graph=True)
+    one CUDA graph, because there launching the kernels one by one takes longer than they do.
+    """
+    pos = torch.tensor([caches[0].length], device=idx.device)
+    for cache in caches:
+        cache.pos = pos
+    idx = idx.clone()
+    if graph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # once outside: what is set up on first use cannot be captured
+            model.features(idx, caches)
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out = model.features(idx, caches)
+
+    def step(next_idx):
+        idx.copy_(next_idx)
+        if graph:
+            captured.replay()
+        x = out.clone() if graph else model.features(idx, caches)
+        pos.add_(1)
+        return x
+    return step
+
+
+@torch.no_grad()  # not inference_mode, under which autocast would cast every weight anew for each token
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vocab_size=0, generator=None, fixed_shapes=False):
+    """
+    Yields max_new_tokens tensors (B, 1), the continuation of idx (B, T), one position at a time.
+
+    temperature 0 is greedy; top_k keeps the k likeliest tokens (0 = all); top_p then keeps the fewest of them that have at
+    least that much probability together (Holtzman et al. 2019). Ids from vocab_size up (padding) are never sampled.
+    Up to block_size tokens each step computes one position and reads the others from a cache, with the same result as
+    recomputation; past it the window slides, every position changes, and each step recomputes the last block_size tokens.
+    fixed_shapes: let every cached step have the same shapes, as on a GPU, where it is one CUDA graph.
+    """
+    model.eval()
+    config = model.config
+    caches = step = None
+    for _ in range(max_new_tokens):
+        if idx.size(1) > config.block_size:
+            x = model.features(idx[:, -config.block_size:])
+        elif caches is None:
+            dtype = torch.get_autocast_dtype(idx.device.type) if torch.is_autocast_enabled(idx.device.type) else model.wte.weight.dtype
+            caches = [KVCache(config, idx.size(0), idx.device, dtype) for _ in range(config.n_layer)]
+            x = model.features(idx, caches)
+            if fixed_shapes or idx.is_cuda:
+                step = fixed_step(model, caches, idx[:, -1:], graph=idx.is_cuda)
+        else:
+            x = step(idx[:, -1:]) if step else model.features(idx[:, -1:], caches)
+        logits = model.lm_head(x[:, -1]).float()  # (B, V)
+        if vocab_size:
+            logits[:, vocab_size:] = -torch.inf
+        if not logits[:, :vocab_size or None].isfinite().all():
+            raise UserError("the model's logits are not finite: its weights are damaged, or the run had diverged")
+        next_idx = sample(logits, temperature, top_k, top_p, generator)
+        idx = torch.cat((idx, next_idx), dim=1)
+        yield next_idx
+
+
+def sample(logits, temperature, top_k, top_p, generator):
+    """ logits (B, V) -> ids (B, 1) """
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ranked, order = probs.sort(descending=True)
+        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0  # the likelier ones already hold top_p
+        probs = torch.zeros_like(probs).scatter(-1, order, ranked)
+    return torch.multinomial(probs, 1, generator=generator)
+
+
+# -----------------------------------------------------------------------------
 
 
 def read_prompt(start):
@@ -85,7 +176,7 @@ def main():
         path, model_config = config.init_from, GPTConfig(**gpt2_settings(config.init_from))
         state = {'model': load_gpt2(path, model_config), 'tokenizer': gpt2_tokenizer(path)}
     else:
-        path, state = find_checkpoint(config.out_dir)
+        path, state = checkpoint.find(config.out_dir)
         model_config = config_from(state['config'])
     tokenizer = tokenizers.load(state['tokenizer'])
     prompt = tokenizer.encode(read_prompt(config.start))

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from configurator import UserError
 from data import tokenizers
+from files import replacing
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 SHARD_FILE = r'(train|val)_\d{6}\.bin(\.json)?(\.\d+\.tmp)?'
@@ -33,22 +34,6 @@ SHARD_FILE = r'(train|val)_\d{6}\.bin(\.json)?(\.\d+\.tmp)?'
 def folder_of(dataset):
     """ data/<name>, or the folder itself when dataset is a path """
     return dataset if os.path.isdir(dataset) or os.sep in dataset else os.path.join(DATA, dataset)
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """ a binary file to write to, which becomes path when all went well; otherwise path stays as it was """
-    temporary = f'{path}.{os.getpid()}.tmp'
-    try:
-        with open(temporary, 'wb') as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def cpu_count():

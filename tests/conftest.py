@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -23,6 +25,13 @@ import pytest
 from data.writer import write_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 55  # seconds, of every wait
+
+# what is started in the background of a script, or by nohup, ignores these, and so do its children: ours are to have them as usual
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
 # wide enough for 8/3 * 48 = 128 to be exact, small enough for a step in milliseconds
 TINY = ['--n_layer=2', '--n_head=2', '--n_embd=48', '--block_size=32', '--batch_size=8', '--max_iters=20', '--warmup_iters=2',
         '--eval_interval=10', '--eval_tokens=1024', '--log_interval=1', '--device=cpu', '--dtype=float32']
@@ -51,11 +60,34 @@ def run_script(script, *args, tmp_path, ok=True, processes=1, stdin='', env=None
     else:
         argv, env = [str(ROOT / script), *map(str, args)], environment(tmp_path, **(env or {}))
         torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes > 1 else []
-        done = subprocess.run([sys.executable, *torchrun, *argv], cwd=tmp_path, env=env, input=stdin, capture_output=True, text=True, timeout=240)
-        result = Result(done.returncode, done.stdout, done.stderr)
+        process = popen([sys.executable, *torchrun, *argv], cwd=tmp_path, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = process.communicate(stdin)
+        result = Result(process.returncode, out, err)
     if ok:
         assert result.rc == 0, f"{script} {args}\n{result.out}\n{result.err}"
     return result
+
+
+def popen(argv, **options):
+    """ subprocess.Popen of texts; what runs for longer than PATIENCE is killed with all that it started, so that no wait for it is endless """
+    process = subprocess.Popen(argv, text=True, start_new_session=True, **options)
+
+    def kill():
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(PATIENCE, kill)
+    timer.daemon = True
+    timer.start()
+    return process
+
+
+def wait_until(condition, process=None):
+    """ until condition() is true; fails when process, if there is one, ends before, or PATIENCE is over """
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end and (process is None or process.poll() is None), process and process.args
+        time.sleep(0.001)
 
 
 class Started:
@@ -74,12 +106,13 @@ class Started:
 
     def wait_for(self, condition):
         """ until condition() is true; fails when the script ends before """
+        end = time.monotonic() + PATIENCE
         while not condition():
-            assert self.process.is_alive(), self.out() + self.files[2].read_text()
+            assert self.process.is_alive() and time.monotonic() < end, self.out() + self.files[2].read_text()
             time.sleep(0.001)
 
     def wait(self):
-        self.process.join(240)
+        self.process.join(PATIENCE)
         self.process.kill()
         self.process.join()
         result = Result(self.process.exitcode, self.out(), self.files[2].read_text() if self.files[2].exists() else '')
@@ -115,6 +148,14 @@ def run_forked(argv, folder, env, files):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(rc)
+
+
+def copy_data(to):
+    """ the folder data/ of a checkout at `to`, with what it needs and nothing that was prepared """
+    shutil.copytree(ROOT / 'data', to / 'data', ignore=shutil.ignore_patterns('*.bin', 'meta.json', 'input.txt', 'shards'))
+    for name in ('configurator.py', 'files.py'):
+        shutil.copy(ROOT / name, to)
+    return to / 'data'
 
 
 def metrics(out_dir, key):

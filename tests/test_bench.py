@@ -5,7 +5,8 @@ from conftest import ROOT
 
 from bench import NANOGPT, PRESETS, BenchConfig, judged, noise, our_config, ratio, take_turns
 from configurator import UserError, parse
-from model import GPT, components, totals
+from model import GPT
+from training.accounting import components, totals
 
 # the interface of nanoGPT's model.py, around a model of ours
 STAND_IN = f'''

@@ -14,10 +14,10 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TINY, environment, run_script, start_script
+from conftest import ROOT, TINY, environment, popen, run_script, start_script, wait_until
 from test_train import newest, same_bits
 
-import checkpoint
+from training import checkpoint
 
 # large enough that a save takes a while; all that has a state takes part: both optimizers, dropout, the guard against spikes
 ARGS = [*TINY, '--n_embd=96', '--dropout=0.1', '--ffn=swish', '--skip_spikes', '--checkpoint_interval=7', '--eval_interval=20']
@@ -152,10 +152,12 @@ def test_metrics_survive_a_full_disk(script, tiny_data, tmp_path):
 def test_64_starts_at_once(tiny_data, tmp_path):
     runs = [start_script('train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=1000000', '--eval_interval=1000000', tmp_path=tmp_path) for _ in range(64)]
     try:
-        while len(alive := [run for run in runs if run.process.is_alive()]) > 1:
-            assert sum('from scratch' in run.out() for run in alive) <= 1
-            time.sleep(0.05)
-        [winner] = alive
+        def all_but_one_ended():
+            assert sum('from scratch' in run.out() for run in runs) <= 1
+            return sum(run.process.is_alive() for run in runs) == 1
+
+        wait_until(all_but_one_ended)
+        [winner] = [run for run in runs if run.process.is_alive()]
         winner.wait_for(lambda: 'iter 2/' in winner.out())
     finally:
         for run in runs:
@@ -174,7 +176,7 @@ class Torchrun:
     def __init__(self, *args, flags=(), tmp_path):
         command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *flags, str(ROOT / 'train.py'), *args]
         env = environment(tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')
-        self.process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.lines = []
 
     def until(self, word):
@@ -190,7 +192,7 @@ class Torchrun:
 
     def wait(self):
         self.lines += self.process.stdout.readlines()
-        return self.process.wait(timeout=120)
+        return self.process.wait()
 
 
 # as the README has them

@@ -1,75 +1,23 @@
-import copy
 import json
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, environment
+from conftest import PATIENCE, ROOT, TINY, environment, popen, run_script, wait_until
 from scipy.stats import ttest_rel
 
-from compare import Board, CompareConfig, ffn_cost, make_variants, matched_width, read_state, stretch, tune
+from bench import step_times
+from compare import CompareConfig, make_variants, tune
+from comparison.plots import PLOTS
+from comparison.timeshare import GROUPS
 from configurator import UserError, parse
-from model import FFNS, GPTConfig, components, totals
-from plots import PLOTS
-from report import check_equal, headline, make_results, markdown, match_line, mismatch
-from timeshare import GROUPS, group_of, time_shares
+from model import FFNS
 from train import TrainConfig
+from training.accounting import components, totals
 
 FILES = ('report.md', 'results.json', *PLOTS)
-
-
-# -----------------------------------------------------------------------------
-# widths
-
-
-# facts: the nearest multiple of 64, and of 8 below 512; the mismatch of the FFN's parameters
-@pytest.mark.parametrize('n_embd, multiple, width, excess', [
-    (128, 64, 320, -0.0625), (512, 64, 1344, -0.015625), (2048, 64, 5440, -0.00390625), (640, 64, 1728, 0.0125), (1024, 64, 2752, 0.0078125),
-    (4096, 256, 11008, 0.0078125), (96, 0, 256, 0), (192, 0, 512, 0), (384, 0, 1024, 0), (768, 0, 2048, 0), (1536, 0, 4096, 0),
-    (128, 0, 344, 0.0078125), (64, 0, 168, -0.015625), (512, 0, 1344, -0.015625), (2048, 0, 5440, -0.00390625)])
-def test_matched_widths(n_embd, multiple, width, excess):
-    config = GPTConfig(n_embd=n_embd, n_head=1, ffn='swiglu')
-    assert matched_width(config, 'params', multiple) == width == matched_width(config, 'flops', multiple) == matched_width(config, 'time', multiple)
-    reference = ffn_cost(replace(config, ffn='gelu'), 4 * n_embd, 'params')
-    assert ffn_cost(config, width, 'params') / reference - 1 == pytest.approx(excess, abs=1e-12)
-    assert matched_width(config, 'width4d') == 4 * n_embd
-
-
-@pytest.mark.parametrize('ffn', FFNS)
-def test_no_other_width_is_nearer(ffn):
-    for n_embd, bias, multiple in ((48, True, 8), (100, False, 8), (128, True, 0), (500, False, 0), (768, True, 0)):
-        config = GPTConfig(n_embd=n_embd, n_head=1, ffn=ffn, bias=bias, position='learned', qk_norm=False)
-        target = ffn_cost(replace(config, ffn='relu'), 4 * n_embd, 'params')
-        width = matched_width(config, 'params', multiple)
-        step = multiple or (8 if width < 512 else 64)
-        distance = {n: abs(ffn_cost(config, n, 'params') - target) for n in range(step, 6 * n_embd, step)}
-        assert distance[width] == min(distance.values())
-        # with a given width, that of the ungated reference
-        assert matched_width(replace(config, intermediate_size=1024, ffn='relu')) == 1024
-
-
-def test_unmatched_at_equal_width():
-    """ facts D2: GPT-2 124M with a gated FFN at 4d """
-    shape = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, norm='layernorm', position='learned',
-                      tie_embeddings=True, qk_norm=False)
-    rows = {}
-    for ffn in ('gelu', 'swiglu'):
-        config = replace(shape, ffn=ffn, intermediate_size=matched_width(replace(shape, ffn=ffn), 'width4d'))
-        parts = components(config)
-        rows[ffn] = {'ffn_params': sum(row['params'] for row in parts if row['name'].startswith('ffn.')), **totals(parts), 'seconds': 1.0, 'mean': 3.28,
-                     'non_embedding': sum(row['params'] for row in parts if row['name'].startswith(('attention.', 'ffn.', 'norm')))}
-    m = mismatch(rows['swiglu'], rows['gelu'], 'width4d')
-    assert rows['swiglu']['flops'] == 341_435_904 and rows['gelu']['flops'] == 284_812_800
-    assert (m['ffn'], m['non_embedding'], m['total'], m['flops']) == pytest.approx((0.5, 0.333, 0.228, 0.199), abs=0.0005)
-    assert m['excess'] == m['non_embedding'] and m['loss'] == pytest.approx(3.28 * (1 - (1 + m['non_embedding']) ** -0.076))
-    # biases: 12,288 parameters more with SwiGLU at 2,048, 1,024 a layer
-    biased = [totals(components(replace(shape, bias=True, ffn=ffn, intermediate_size=width)))['params'] for ffn, width in (('swiglu', 2048), ('gelu', 3072))]
-    assert biased == [124_452_096, 124_439_808]
 
 
 def test_settings():
@@ -91,11 +39,6 @@ def test_runs_differ_in_nothing_else(ffn):
     differences = {key for key in TrainConfig.__dataclass_fields__ if getattr(variants[ffn], key) != getattr(variants['gelu'], key)}
     assert differences <= {'ffn', 'intermediate_size'}
     assert totals(components(variants[ffn]))['params'] - totals(components(variants['gelu']))['params'] == (4 if ffn == 'swish' else 0)
-
-
-def test_stretch():
-    config = stretch(TrainConfig(max_iters=1000, warmup_iters=50, lr_decay_iters=800, eval_interval=100), 900)
-    assert (config.max_iters, config.warmup_iters, config.lr_decay_iters, config.eval_interval) == (900, 45, 720, 90)
 
 
 def test_grid_grows_until_the_best_is_inside(tmp_path):
@@ -132,15 +75,13 @@ def compared(tiny_data, tmp_path_factory):
             '--wandb=offline']
     env, folder = environment(tmp_path, WANDB_MODE=None), tmp_path / 'out/compare/c'
     with open(tmp_path / 'first.txt', 'w') as out:
-        process = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=out, stderr=out)
-    while len(list(folder.glob('*/summary.json'))) < 2:
-        assert process.poll() is None, (tmp_path / 'first.txt').read_text()
-        time.sleep(0.1)
+        process = popen(argv, cwd=tmp_path, env=env, stdout=out, stderr=out)
+    wait_until(lambda: len(list(folder.glob('*/summary.json'))) >= 2, process)
     process.kill()
     process.wait()
     finished = {path: path.stat().st_mtime_ns for path in folder.glob('*/summary.json')}
     assert 2 <= len(finished) < 6
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(folder.glob('*/summary.json'))) == 6
     for path, written in finished.items():
@@ -204,7 +145,6 @@ def check_again_and_report_only(compared, tiny_data, tmp_path):
 
 
 def _script_in(folder):
-    from conftest import run_script
     return lambda *args, **options: run_script(*args, tmp_path=folder, **options)
 
 
@@ -214,7 +154,7 @@ def check_wandb_has_the_report(compared):
 
     def inspect(*flags):
         return subprocess.run([sys.executable, '-m', 'wandb', 'leet', 'inspect', '--json', *flags, str(run)], capture_output=True, text=True,
-                              env=environment(folder.parents[2]), check=True).stdout
+                              env=environment(folder.parents[2]), check=True, timeout=PATIENCE).stdout
 
     assert '"run_group":"c"' in inspect() and all(len(list(run.parent.glob(f'files/media/images/report/{name[:-4]}_*.png'))) == 1 for name in PLOTS)
     results = json.loads((folder / 'results.json').read_text())
@@ -256,27 +196,6 @@ def test_a_comparison(compared, tiny_data, trained, tmp_path, script):
     check_runs_by_hand(compared, trained, tmp_path, script)
 
 
-@pytest.mark.parametrize('key, value, words', [
-    ('data', 'f' * 16, 'data fingerprint is'), ('block_size', 16, 'block_size is 32 and 16'), ('max_iters', 40, 'max_iters is 20 and 40'),
-    ('learning_rate', 1.0, 'learning_rate is'), ('eval_tokens', 512, 'eval_tokens is'), ('n_layer', 3, 'n_layer is'), ('init', 'gpt2', 'init is')])
-def test_unequal_runs_are_refused(key, value, words):
-    a, b = fake_run('gelu', 1), fake_run('swiglu', 1)
-    check_equal([a, b], set())
-    if key == 'data':
-        b['data']['fingerprint'] = value
-    else:
-        b['config'][key] = value
-    with pytest.raises(UserError, match=words) as error:
-        check_equal([a, b], set())
-    assert 'runs/gelu-1' in str(error.value) and 'runs/swiglu-1' in str(error.value)
-    if key in ('learning_rate', 'max_iters'):
-        check_equal([a, b], {key})  # as tuning and equal time have them
-        c = copy.deepcopy(b) | {'seed': 2, 'dir': 'runs/swiglu-2'}
-        c['config'][key] *= 2
-        with pytest.raises(UserError, match='though both are swiglu'):
-            check_equal([a, b, c], {key})
-
-
 def test_failures_and_divergence_do_not_stop_the_others(script, tiny_data, tmp_path):
     (tmp_path / 'out/compare/c').mkdir(parents=True)
     (tmp_path / 'out/compare/c/relu-s1337').write_text('in the way')
@@ -293,16 +212,14 @@ def test_failures_and_divergence_do_not_stop_the_others(script, tiny_data, tmp_p
 
 def test_interrupted(tiny_data, tmp_path):
     argv = [sys.executable, str(ROOT / 'compare.py'), *TINY, f'--dataset={tiny_data}', '--name=c', '--ffns=gelu,swiglu', '--n_seeds=1', '--max_iters=100000']
-    process = subprocess.Popen(argv, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = popen(argv, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     log = tmp_path / 'out/compare/c/gelu-s1337.log'
-    while not (log.exists() and 'iter 3/' in log.read_text()):
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.1)
+    wait_until(lambda: log.exists() and 'iter 3/' in log.read_text(), process)
     # one comparison at a time in a folder
-    second = subprocess.run(argv, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    second = subprocess.run(argv, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE)
     assert second.returncode == 2 and 'in use by another run' in second.stderr
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate()
     assert process.returncode == 130 and 'the same command continues' in out and 'Traceback' not in out
     assert 'stopped by SIGTERM' in log.read_text() and list((tmp_path / 'out/compare/c/gelu-s1337').glob('ckpt_*.pt'))
 
@@ -316,8 +233,17 @@ def test_equal_time(script, tiny_data, tmp_path):
     assert results['ffns']['swiglu']['steps'] == round(40 * times['gelu'] / times['swiglu'])
     assert results['matched'] == (abs(results['ffns']['swiglu']['seconds'] / results['ffns']['gelu']['seconds'] - 1) <= 0.01)
     assert 'training seconds' in out and ('matched' in out.lower()) and 'A B B A' in (tmp_path / 'out/compare/c/report.md').read_text()
-    timed = sorted(path.name for path in (tmp_path / 'out/compare/c/timing').glob('*/'))
-    assert [name for name in timed if not name.endswith('.log')] == ['gelu-back-s1337', 'gelu-forth-s1337', 'swiglu-back-s1337', 'swiglu-forth-s1337']
+    # again, with one more: the times by which runs were stretched stay as they are
+    script('compare.py', *TINY, f'--dataset={tiny_data}', '--name=c', '--ffns=gelu,swiglu,relu', '--n_seeds=1', '--match=time', '--max_iters=40')
+    again = json.loads((tmp_path / 'out/compare/c/results.json').read_text())['plan']['step_times']
+    assert again.keys() == {'gelu', 'swiglu', 'relu'} and {ffn: again[ffn] for ffn in times} == times
+
+
+@pytest.mark.slow
+def test_steps_are_timed_on_several_processes():
+    variants = {ffn: parse(TrainConfig, [*TINY, '--vocab_size=64', f'--ffn={ffn}']) for ffn in ('gelu', 'swiglu')}
+    times = step_times(variants, n_processes=2)
+    assert times.keys() == variants.keys() and all(0 < seconds < 1 for seconds in times.values())
 
 
 @pytest.mark.slow
@@ -340,133 +266,3 @@ def test_several_processes_per_run(script, tiny_data, tmp_path):
     script('compare.py', *TINY, f'--dataset={tiny_data}', '--name=c', '--ffns=gelu,swiglu', '--n_seeds=1', '--max_iters=4', '--n_gpus=2')
     run = json.loads((tmp_path / 'out/compare/c/gelu-s1337/run.json').read_text())
     assert run['machine']['world_size'] == 2 and '2 processes per run' in (tmp_path / 'out/compare/c/report.md').read_text()
-
-
-# -----------------------------------------------------------------------------
-# the report, on made-up losses
-
-
-def fake_run(ffn, seed, loss=3.0, **changes):
-    """ what read_run() returns, for a run of these settings that ended at `loss` """
-    config = parse(TrainConfig, [*TINY, f'--ffn={ffn}', f'--seed={seed}', '--vocab_size=256', *(f'--{key}={value}' for key, value in changes.items())])
-    rows = components(config)
-    evals = [{'iter': it, 'tokens': it * 256, 'flops': it * 256.0, 'seconds': it / 10, 'val/loss': 5.5 + (loss - 5.5) * it / 20, 'val/tokens': 1024, 'ffn/hidden_rms': 0.6,
-              **{f'ffn/{layer}/{name}': 0.1 for layer in range(2) for name in ('dead_frac', 'zero_frac')}} for it in (0, 5, 10, 15, 20)]
-    summary = {'val_loss': loss, 'val_stderr': 0.01, 'val_bpb': 1.0, 'seconds': 2.0, 'peak_memory': 2**30, 'iter': 20}
-    diverged = loss == float('inf')
-    machine = {'device_name': 'x', 'world_size': 1, 'dtype': 'float32', 'compile': False, 'versions': {'torch': '2'}, 'git': None}
-    return {'config': config.__dict__.copy(), 'components': rows, 'total': totals(rows), 'data': {'dataset': 'tiny', 'fingerprint': 'a'}, 'machine': machine,
-            'dir': f'runs/{ffn}-{seed}', 'ffn': ffn, 'seed': seed, 'summary': {} if diverged else summary, 'status': 'diverged' if diverged else 'done',
-            'evals': evals[:1] if diverged else evals, 'tokens_per_sec': 1000.0}
-
-
-def report(losses, match='params', plan=None, **changes):
-    runs = [fake_run(ffn, seed, loss, **changes) for ffn, row in losses.items() for seed, loss in enumerate(row)]
-    results = make_results(runs, None, 0.005, {'match': match, 'command': 'python compare.py', **(plan or {})})
-    return results, markdown(results, 't')
-
-
-NOISE = (0.0, 0.011, -0.007, 0.004, -0.009, 0.013)
-
-
-def test_headline():
-    losses = {'gelu': [3.0 + e for e in NOISE], 'swiglu': [2.95 + 1.1 * e for e in NOISE], 'relu': [3.1 + 1.1 * e for e in NOISE],
-              'silu': [3.0 + e + 0.0002 * (-1) ** s for s, e in enumerate(NOISE)], 'relu2': [3.0 - e for e in NOISE]}
-    results, text = report(losses)
-    assert {ffn: row['paired'] and row['paired']['verdict'] for ffn, row in results['ffns'].items()} == {
-        'swiglu': 'better', 'gelu': None, 'silu': 'tie', 'relu2': 'not resolved', 'relu': 'worse'}
-    line = headline(results)
-    assert line.startswith('**swiglu -0.0') and ': better than gelu.**' in line and ': worse than gelu.**' in line and 'a tie with gelu' in line
-    assert 'relu2' in line and 'not resolved from gelu.' in line and 'relu2: not resolved. 6 pairs' in text
-    assert list(results['ffns'])[0] == 'swiglu'  # the best first
-    assert 'only suggestive' in headline(report({ffn: row[:4] for ffn, row in losses.items()})[0])
-    assert 'no inference' in headline(report({ffn: row[:2] for ffn, row in losses.items()})[0])
-
-
-def test_diverged_runs_are_shown():
-    results, text = report({'gelu': [3.0, 3.1, 3.2], 'relu2': [2.0, 2.1, float('inf')], 'glu': [float('inf')] * 3})
-    assert results['ffns']['relu2']['diverged'] == 1 and results['ffns']['relu2']['paired']['verdict'] == 'no inference'
-    assert 'Diverged: relu2 1 of 3, glu 3 of 3.' in text and '2.0500 ± 0.0707 (1 diverged)' in text
-
-
-def test_matched_is_refused_above_one_percent():
-    exact, text = report({'gelu': [3.0] * 3, 'swiglu': [3.0] * 3})
-    assert exact['matched'] and 'Matched in parameters, exactly.' in text
-    # at width 48 a SwiGLU of 128 is exact; 136 is +6.25 % of the FFN
-    near = make_results([fake_run('gelu', 1), fake_run('swiglu', 1, intermediate_size=136)], None, 0.005, {'match': 'params', 'command': ''})
-    assert not near['matched'] and match_line(near).startswith('**NOT matched.**') and 'Matched' not in match_line(near)
-    ffn = 2 * 3 * 48 * 8 / (2 * 8 * 48**2)
-    assert near['ffns']['swiglu']['mismatch']['ffn'] == pytest.approx(ffn) and f'{ffn:+.2%}'[:5] in match_line(near)
-    wide, text = report({'gelu': [3.0] * 6, 'swiglu': [2.99] * 6}, match='width4d', intermediate_size=192)
-    assert not wide['matched'] and '**NOT matched.** swiglu against gelu: +50% FFN parameters' in text
-    assert wide['ffns']['swiglu']['paired']['verdict'] == 'not resolved'  # 0.01 is less than what the size explains
-
-
-def test_runs_older_than_a_setting():
-    runs = [fake_run('gelu', 1), fake_run('swiglu', 1)]
-    for run in runs:
-        del run['config']['loss_chunks']
-    assert make_results(runs, None, 0.005, {'match': 'params', 'command': ''})['ffns']['swiglu']['width'] == 128
-
-
-def test_a_run_older_than_a_setting_is_kept(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / 'old')
-    run = json.loads((tmp_path / 'old/run.json').read_text())
-    config = TrainConfig(**{**run['config'], 'out_dir': str(tmp_path / 'old')})
-    del run['config']['skip_spikes']
-    (tmp_path / 'old/run.json').write_text(json.dumps(run))
-    assert read_state(config, run['data']['fingerprint'])['status'] == 'done'
-    with pytest.raises(UserError, match='skip_spikes was False, now True'):
-        read_state(replace(config, skip_spikes=True), run['data']['fingerprint'])
-
-
-def test_notes():
-    assert 'mid-schedule' in report({'gelu': [3.0], 'glu': [3.0]}, schedule='constant')[1]
-    runs = [fake_run('gelu', 1), fake_run('glu', 1)]
-    runs[1]['evals'][0]['ffn/hidden_rms'] = 0.1
-    results = make_results(runs, None, 0.005, {'match': 'params', 'command': ''})
-    assert 'differ by a factor of 6.0' in markdown(results, 't')
-    runs[1]['machine'] = {**runs[1]['machine'], 'device_name': 'y'}
-    assert 'not all of one kind of machine' in markdown(make_results(runs, None, 0.005, {'match': 'params', 'command': ''}), 't')
-    tuned = report({'gelu': [3.0], 'glu': [3.0]}, plan={'tuning': {'gelu': {'0.5': 3.2, '1': 3.0, '2': None}, 'glu': {'0.5': 3.0, '1': 2.9, '2': 3.1}}})[1]
-    assert '| gelu | 3.2000 | 3.0000* | diverged |' in tuned and 'tuned' in tuned
-    with pytest.raises(UserError, match='nothing to report'):
-        make_results([fake_run('gelu', 1) | {'status': 'unfinished'}], None, 0.005, {'match': 'params', 'command': ''})
-
-
-def test_board(capsys, monkeypatch):
-    """ the live table on a terminal, and one line per change elsewhere """
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
-    configs = [replace(TrainConfig(), ffn=ffn, seed=seed, out_dir=f'out/c/{ffn}-s{seed}') for seed in (1, 2) for ffn in ('gelu', 'swiglu')]
-    states = [{'status': 'left', 'fraction': 0.0} for _ in configs]
-    board = Board('runs', configs, states)
-    states[0] = {'status': 'done', 'fraction': 1.0, 'val_loss': 3.25}
-    states[1] = {'status': 'running', 'fraction': 0.42}
-    states[2] = {'status': 'failed', 'fraction': 0.0}
-    board.draw(states, False)
-    screen = capsys.readouterr().out
-    lines = [line.removeprefix('\x1b[2K').split() for line in screen.splitlines()]
-    assert lines[1] == ['s1', 's2'] and lines[2] == ['gelu', '3.2500', 'failed'] and lines[3] == ['swiglu', '42%', '·']
-    assert '1 done · 1 running · 1 left · 1 failed · eta' in screen
-    board.draw(states, False)
-    assert capsys.readouterr().out.startswith('\x1b[5A')  # in place
-
-
-# -----------------------------------------------------------------------------
-# time
-
-
-def test_groups_are_those_of_the_components():
-    rows = components(GPTConfig())
-    assert {group_of(row['name']) for row in rows} == set(GROUPS)
-    assert group_of('attention.scores') == 'attention' and group_of('ffn.gate') == 'ffn' and group_of('embedding') == 'rest'
-
-
-def test_time_shares():
-    """ parts add up to the whole, and a wider FFN takes a larger share """
-    narrow, wide = (GPTConfig(n_layer=2, n_embd=96, ffn='gelu', intermediate_size=width) for width in (64, 4096))
-    shares = time_shares({'narrow': narrow, 'wide': wide}, torch.device('cpu'), torch.float32, 4)
-    for row in shares.values():
-        assert sum(times['share'] for times in row.values()) == pytest.approx(1)
-        assert all(times[phase] > 0 for times in row.values() for phase in ('forward', 'backward'))
-    assert shares['wide']['ffn']['share'] > 0.6 > shares['narrow']['ffn']['share']

@@ -141,7 +141,7 @@ def test_every_ffn_has_a_config():
     assert all(parse(TrainConfig, [str(ROOT / f'config/{ffn}.py')]).ffn == ffn for ffn in FFNS)
 
 
-@pytest.mark.parametrize('name', ['train.py', 'sample.py', 'model.py'])
+@pytest.mark.parametrize('name', ['train.py', 'sample.py', 'cost.py'])
 def test_help_lists_every_setting(script, name):
     out = script(name, '--help').out
     for line in out.splitlines():
@@ -153,7 +153,7 @@ def test_help_lists_every_setting(script, name):
         assert '--learning_rate=' in out and 'torchrun' in out
 
 
-@pytest.mark.parametrize('name', ['train.py', 'sample.py', 'model.py'])
+@pytest.mark.parametrize('name', ['train.py', 'sample.py', 'cost.py'])
 def test_a_mistake_is_one_line(script, name):
     result = script(name, '--sede=1', ok=False)
     assert result.rc == 2 and result.out == ''

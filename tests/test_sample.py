@@ -1,10 +1,17 @@
+import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from conftest import TINY, run_script
+from small import SMALL, every_ffn, tokens
 
+from configurator import UserError
 from data.writer import write_dataset
+from model import GPT
+from sample import KVCache, generate, sample
 
 
 @pytest.fixture(scope='module')
@@ -78,3 +85,64 @@ def test_characters(script, tmp_path):
     assert out.startswith('hallo') and set(out) <= set(chars) and len(out) == 206
     result = script('sample.py', '--start=café 😀', ok=False)
     assert result.rc == 2 and "characters not in the vocabulary: 'cfé😀'" in result.err and 'hallo' not in result.err.splitlines()[0]
+
+
+# -----------------------------------------------------------------------------
+# generation
+
+
+@every_ffn
+@pytest.mark.parametrize('shape', [{}, dict(position='learned', norm='layernorm', qk_norm=False, bias=True), dict(n_kv_head=1)],
+                         ids=['rope', 'learned', 'grouped'])
+def test_cache_equals_recomputation(ffn, shape):
+    """ greedy tokens, within the window and past it """
+    config = replace(SMALL, ffn=ffn, **shape)
+    model, idx = GPT(config).eval(), tokens(config, B=2, T=4)
+    cached, fixed = (torch.cat([idx, *generate(model, idx, 20, temperature=0, fixed_shapes=fixed)], 1) for fixed in (False, True))
+    slow = idx
+    with torch.no_grad():
+        for _ in range(20):
+            slow = torch.cat((slow, model(slow[:, -config.block_size:])[0][:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(cached, slow) and torch.equal(fixed, slow)
+    assert len(cached[0].unique()) > 2
+
+
+def test_cache_keeps_to_block_size():
+    model = GPT(SMALL).eval()
+    caches = [KVCache(SMALL, 1, 'cpu', torch.float32) for _ in range(2)]
+    with torch.no_grad():
+        model.features(tokens(SMALL, B=1), caches)
+        with pytest.raises(AssertionError, match='block_size'):
+            model.features(tokens(SMALL, B=1, T=1), caches)
+
+
+def test_sampling_rules():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**kw):
+        options = dict(temperature=1.0, top_k=0, top_p=1.0) | kw
+        return torch.bincount(torch.cat([sample(logits, generator=generator, **options) for _ in range(2000)]).flatten(), minlength=4) / 2000
+
+    torch.testing.assert_close(drawn(), logits.exp()[0], atol=0.04, rtol=0)
+    torch.testing.assert_close(drawn(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), atol=0.04, rtol=0)
+    torch.testing.assert_close(drawn(top_p=0.8), torch.tensor([0.625, 0.375, 0, 0]), atol=0.04, rtol=0)
+    torch.testing.assert_close(drawn(top_p=0.81), torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.04, rtol=0)
+    torch.testing.assert_close(drawn(top_p=0.1), torch.tensor([1., 0, 0, 0]))
+    torch.testing.assert_close(drawn(temperature=0.5), logits.exp()[0]**2 / (logits.exp()**2).sum(), atol=0.04, rtol=0)
+    assert sample(logits, 0, 0, 1.0, None).item() == 0
+
+
+def test_padding_is_never_sampled():
+    model = GPT(SMALL)
+    with torch.no_grad():
+        model.lm_head.weight[30:] += 100 * model.norm_f.weight.sign()
+    out = torch.cat(list(generate(model, tokens(SMALL, T=2), 40, temperature=2.0, vocab_size=30)), 1)
+    assert out.max() < 30
+
+
+def test_damaged_weights_do_not_sample():
+    model = GPT(SMALL)
+    model.norm_f.weight.data[0] = math.nan
+    with pytest.raises(UserError, match='not finite'):
+        list(generate(model, tokens(SMALL, T=2), 2))

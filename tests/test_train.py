@@ -7,15 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, environment, metrics
+from conftest import ROOT, TINY, environment, metrics, popen
 
-import checkpoint
-import train
-from configurator import parse
-from machine import largest_that_fits, peak_flops
-from model import FFNS, GPT, GPTConfig, components, totals
-from optimizer import configure_optimizers, learning_rate
-from train import TrainConfig, gradient_norms
+from model import GPT, GPTConfig
+from training import checkpoint
+from training.accounting import components, totals
 
 
 def same_bits(a, b):
@@ -197,8 +193,8 @@ def test_a_loss_that_is_not_finite(script, tiny_data, tmp_path):
 
 def test_one_run_per_directory(tiny_data, script, tmp_path):
     args = [*TINY, f'--dataset={tiny_data}', '--out_dir=out/x']
-    process = subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *args, '--max_iters=100000'], cwd=tmp_path, env=environment(tmp_path),
-                               stdout=subprocess.PIPE, text=True)
+    process = popen([sys.executable, str(ROOT / 'train.py'), *args, '--max_iters=100000'], cwd=tmp_path, env=environment(tmp_path),
+                    stdout=subprocess.PIPE)
     next(line for line in process.stdout if line.startswith('iter 2/'))
     error = script('train.py', *args, ok=False).err
     process.kill()
@@ -237,21 +233,6 @@ def test_older_checkpoints(script, trained, tmp_path, tiny_data):
     assert 'continued from iter 20' in script('train.py', *args, '--max_iters=22').out
 
 
-def test_largest_micro_batch_that_fits():
-    said, tried = [], []
-
-    def attempt(n):
-        tried.append(n)
-        if n > 12:
-            raise torch.OutOfMemoryError
-
-    assert largest_that_fits(48, attempt, said.append) == 12 and tried == [48, 24, 16, 12]
-    assert said == [f"micro-batches of {n} sequences do not fit into memory" for n in (48, 24, 16)]
-    assert largest_that_fits(7, attempt, said.append) == 7
-    with pytest.raises(torch.OutOfMemoryError):
-        largest_that_fits(2, lambda n: attempt(13), said.append)
-
-
 def test_bfloat16_ends_near_float32(script, tiny_data, tmp_path):
     for dtype in ('float32', 'bfloat16'):
         script('train.py', *TINY, f'--dataset={tiny_data}', f'--dtype={dtype}', f'--out_dir=out/{dtype}')
@@ -259,90 +240,10 @@ def test_bfloat16_ends_near_float32(script, tiny_data, tmp_path):
     assert a == pytest.approx(b, abs=0.05) and a != b
 
 
-def test_what_is_compiled(monkeypatch):
-    """ on a CPU only what is worth it: long runs in bfloat16, where there is a compiler """
-    def chosen(device='cpu', dtype=torch.bfloat16, **changes):
-        return train.choose_compile(TrainConfig(vocab_size=256, **changes), torch.device(device), dtype)
-
-    for name in ('cpu_has_bf16', 'cpu_compiles'):
-        monkeypatch.setattr(train, name, lambda: True)
-    assert 720 * 16 * 128 * 3391488 == pytest.approx(5.0e12, rel=0.001)  # the default run
-    assert not chosen() and not chosen(max_iters=1400) and chosen(max_iters=1500) and chosen(batch_size=64)
-    assert not chosen(max_iters=1500, dtype=torch.float32) and not chosen(max_iters=1500, compile=False)
-    assert chosen(compile=True) and chosen('cuda') and not chosen('mps', max_iters=1500)
-    monkeypatch.setattr(train, 'cpu_compiles', lambda: False)
-    assert not chosen(max_iters=1500)
-
-
 def test_no_compiler(script, tiny_data):
     result = script('train.py', *TINY, f'--dataset={tiny_data}', '--compile', ok=False, fork=False, env={'PATH': '/nonexistent', 'CXX': '/bin/false'})
     error = result.err.splitlines()[-1]
     assert result.rc == 2 and error.startswith('error: torch.compile failed (') and error.endswith('use --compile=False')
-
-
-# -----------------------------------------------------------------------------
-# parts
-
-
-def schedule(**kw):
-    flags = [f'--{key}={value}' for key, value in ({'learning_rate': 1.0, 'max_iters': 100, 'warmup_iters': 10} | kw).items()]
-    config = parse(TrainConfig, flags)
-    return [learning_rate(it, config) for it in range(config.max_iters + 1)]
-
-
-def test_schedules():
-    wsd, cosine, constant = (schedule(schedule=name, min_lr=0.1, decay_fraction=0.5) for name in ('wsd', 'cosine', 'constant'))
-    for rates in (wsd, cosine, constant):
-        assert rates[:11] == pytest.approx([(it + 1) / 11 for it in range(11)])
-    assert set(constant[10:]) == {1.0}
-    assert set(wsd[10:51]) == {1.0} and wsd[75] == pytest.approx(0.55) and wsd[100] == pytest.approx(0.1)
-    assert cosine[55] == pytest.approx(0.55) and cosine[100] == pytest.approx(0.1) and cosine[32] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90)))
-    assert all(a >= b for rates in (wsd, cosine) for a, b in zip(rates[10:], rates[11:], strict=False))
-
-
-@pytest.mark.parametrize('name', ['wsd', 'cosine', 'constant'])
-def test_schedules_at_their_edges(name):
-    assert schedule(schedule=name, warmup_iters=0)[0] == 1.0
-    assert schedule(schedule=name, warmup_iters=100)[100] == 1.0  # warm-up as long as the run: the peak comes last
-    assert schedule(schedule=name, warmup_iters=500)[99] < 1.0  # longer: cut to the run
-    rates = schedule(schedule=name, warmup_iters=10, lr_decay_iters=10, min_lr=0.1)
-    assert rates[10] == 1.0 and rates[11] == (1.0 if name == 'constant' else 0.1)
-    assert schedule(schedule=name, max_iters=0) == [1.0] and schedule(schedule='wsd', decay_fraction=0, max_iters=20)[19] == 1.0
-
-
-@pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
-@pytest.mark.parametrize('ffn', FFNS)
-def test_every_parameter_is_optimized_once(ffn, optimizer):
-    for shape in ('--bias', '--tie_embeddings'):
-        config = parse(TrainConfig, ['--vocab_size=64', f'--ffn={ffn}', f'--optimizer={optimizer}', '--n_layer=1', shape])
-        model = GPT(config)
-        groups = [group for opt in configure_optimizers(model, config, torch.device('cpu')) for group in opt.param_groups]
-        named = {id(p): name for name, p in model.named_parameters()}
-        assert sorted(id(p) for group in groups for p in group['params']) == sorted(named)
-        for group in groups:
-            for p in group['params']:
-                assert (group['weight_decay'] > 0) == (p.dim() >= 2), named[id(p)]
-                assert ('momentum' in group) == (optimizer == 'muon' and named[id(p)].startswith('h.') and p.dim() == 2)
-
-
-@pytest.mark.parametrize('ffn', FFNS)
-def test_gradient_norms_cover_every_parameter(ffn):
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=20, ffn=ffn, zero_init=False, bias=True, position='learned'))
-    idx = torch.arange(16).view(2, 8)
-    model(idx, idx)[1].backward()
-    norms = gradient_norms(model)
-    assert sum(norm.item()**2 for norm in norms.values()) == pytest.approx(sum(p.grad.square().sum().item() for p in model.parameters()), rel=1e-5)
-    assert ('ffn.gate' in norms) == FFNS[ffn][1]
-
-
-def test_peak_flops():
-    assert peak_flops('NVIDIA A100-SXM4-80GB', torch.bfloat16) == 312e12 and peak_flops('NVIDIA H100 80GB HBM3', torch.bfloat16) == 989e12
-    assert peak_flops('NVIDIA H200', torch.float16) == 989e12 and peak_flops('NVIDIA H100 PCIe', torch.bfloat16) == 756e12
-    assert peak_flops('NVIDIA GeForce RTX 4090', torch.bfloat16) == 165e12 and peak_flops('NVIDIA L4', torch.bfloat16) == 121e12
-    assert peak_flops('NVIDIA L40S', torch.bfloat16) == 362e12 and peak_flops('Tesla T4', torch.float16) == 65e12
-    for name in ('Foo', 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA L400', ''):
-        assert peak_flops(name, torch.bfloat16) is None
-    assert peak_flops('Tesla T4', torch.bfloat16) is None
 
 
 def test_training_needs_little(script, tiny_data, tmp_path):
@@ -352,5 +253,3 @@ def test_training_needs_little(script, tiny_data, tmp_path):
     (tmp_path / 'without.py').write_text(code)
     script(tmp_path / 'without.py', ROOT / 'train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=2')
     assert script(tmp_path / 'without.py', ROOT / 'sample.py', '--max_new_tokens=5').out
-
-

@@ -23,14 +23,14 @@ from tiktoken_ext import openai_public
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-import checkpoint
 from configurator import UserError, parse
 from data import tokenizers
 from data.writer import write_dataset
 from export import export, hf_tokenizer
 from model import FFNS, GPT, GPTConfig
 from train import TrainConfig
-from weights import gpt2_settings, implied_by_weights, load_gpt2
+from training import checkpoint
+from training.pretrained import gpt2_settings, implied_by_weights, load_gpt2
 
 MIXED = "Hello wörld 🙂 naïve\n\n  tabs\tand   spaces 12345, it's we'll DON'T 漢字 ﷽ \x00\x7f ½ <|endof|>\r\n"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import UserError, configure, die  # noqa: E402
 from data.tokenizers import Char  # noqa: E402
-from data.writer import replacing, write_dataset  # noqa: E402
+from data.writer import write_dataset  # noqa: E402
+from files import replacing  # noqa: E402
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 FOLDER = Path(__file__).resolve().parent

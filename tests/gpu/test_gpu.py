@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import TINY, metrics
 
-import checkpoint
-from machine import peak_flops
-from model import GPT, GPTConfig, generate
+from model import GPT, GPTConfig
+from sample import generate
+from training import checkpoint
+from training.machine import peak_flops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

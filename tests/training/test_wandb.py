@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, environment, metrics, start_script
+from conftest import PATIENCE, ROOT, TINY, environment, metrics, popen, start_script
 
 from configurator import parse
-from model import GPTConfig, components
+from model import GPTConfig
 from train import TrainConfig
+from training.accounting import components
 
 ONLINE = {'WANDB_MODE': None}  # what is said by --wandb counts
 
@@ -33,7 +34,7 @@ def fragments(out_dir):
 def inspect(path, *flags):
     """ what wandb's own reader says about such a file """
     return subprocess.run([sys.executable, '-m', 'wandb', 'leet', 'inspect', '--json', *flags, str(path)], capture_output=True, text=True,
-                          env=environment(path.parent), check=True).stdout
+                          env=environment(path.parent), check=True, timeout=PATIENCE).stdout
 
 
 def read_back(path):
@@ -134,7 +135,7 @@ def test_a_continued_run_is_one_run(tiny_data, tmp_path):
 @needs_proc
 def test_wandb_is_killed(tiny_data, tmp_path):
     argv = [sys.executable, str(ROOT / 'train.py'), *TINY, f'--dataset={tiny_data}', '--wandb=offline', '--max_iters=60']
-    process = subprocess.Popen(argv, cwd=tmp_path, env=environment(tmp_path, **ONLINE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = popen(argv, cwd=tmp_path, env=environment(tmp_path, **ONLINE), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     said = ''
     for line in process.stdout:
         said += line
@@ -170,7 +171,8 @@ def test_no_wandb_and_no_key(script, tiny_data, trained, tmp_path):
 
 START = """
 import sys; sys.path.insert(0, {root!r})
-import types, tracking
+import types
+from training import tracking
 config = types.SimpleNamespace(wandb='online', wandb_project='p', wandb_entity='', wandb_notes='', wandb_tags='')
 run = tracking.start_wandb(config, print, config={{'a': 1}})
 run.log({{'x': 1}})
@@ -185,11 +187,11 @@ print('done')
 def test_online_is_not_there(why, env, tmp_path):
     """ --wandb=online without a key, with a wrong one, without network: offline after one warning; nobody is asked, not even at a terminal """
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, '-c', START.format(root=str(ROOT))], cwd=tmp_path, env=environment(tmp_path, **ONLINE, **env),
+    process = popen([sys.executable, '-c', START.format(root=str(ROOT))], cwd=tmp_path, env=environment(tmp_path, **ONLINE, **env),
                                stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     try:
-        assert process.wait(timeout=60) == 0
+        assert process.wait() == 0
     finally:
         process.kill()
     said = b''
@@ -235,7 +237,7 @@ def test_sweep(script, tiny_data, tmp_path, monkeypatch):
     agent, settings = Agent(None, None), [*TINY, f'--dataset={tiny_data}', '--max_iters=3']
     agent._sweep_command = [*SWEEP['command'][:-1], *settings, SWEEP['command'][-1]]
     agent._command_run({'run_id': 'trial1', 'program': str(ROOT / 'train.py'), 'args': {'ffn': {'value': 'relu'}, 'seed': {'value': 1337}}})
-    assert agent._run_processes['trial1'].wait() == 0
+    assert agent._run_processes['trial1']._popen.wait(PATIENCE) == 0
     trial = tmp_path / 'out/sweep-s1/relu-s1337-trial1'
     saved, [path] = json.loads((trial / 'run.json').read_text()), fragments(trial)
     run = read_back(path)['run'][0]

@@ -9,9 +9,9 @@ import statistics
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from comparison.stats import MIN_SEEDS, paired
+from comparison.timeshare import GROUPS
 from model import FFNS
-from stats import MIN_SEEDS, paired
-from timeshare import GROUPS
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#000000', '#E69F00', '#56B4E9')
 STYLES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))

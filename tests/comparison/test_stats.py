@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-import stats
-from stats import detectable, equivalence, holm, judge, mismatch_loss, paired, seeds_needed, verdict, welch
+from comparison import stats
+from comparison.stats import detectable, equivalence, holm, judge, mismatch_loss, paired, seeds_needed, verdict, welch
 
 RNG = np.random.default_rng(0)
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from contextlib import nullcontext
 
 import numpy
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError
+from training.accounting import components, totals
 
 # dense peak FLOP/s by (part of the GPU's name, type), from the data sheets; a GPU that is not here has no MFU
 PEAK_FLOPS = {
@@ -40,6 +42,9 @@ ENVIRONMENT = ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'WO
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch on a CPU
+SMALL_MODEL = 30e6  # parameters below which a GPU waits for its kernels to be launched
+WORTH_COMPILING = 1e13  # FLOPs of training from which compiling pays on a CPU: it takes half a minute, and then a third off each step
 
 
 def choose_device(device='auto', dtype='auto', local_rank=0):
@@ -83,6 +88,15 @@ def cpu_compiles():
     """ whether there is what torch.compile needs on a CPU: a C++ compiler, and Python's header files """
     compiler = shutil.which(os.environ.get('CXX', 'g++'))
     return sys.platform == 'linux' and bool(compiler) and os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h'))
+
+
+def choose_compile(config, device, dtype):
+    if config.compile != 'auto':
+        return config.compile
+    if device.type != 'cpu':
+        return device.type == 'cuda'
+    flops = config.max_iters * config.batch_size * config.block_size * totals(components(config))['train_flops']
+    return flops >= WORTH_COMPILING and dtype == torch.bfloat16 and cpu_has_bf16() and cpu_compiles()
 
 
 def keep_freed_memory():
@@ -144,6 +158,45 @@ def pack_for_sampling(model, device, dtype):
     return torch.float32
 
 
+class Clock:
+    """ seconds of training, since `seconds` had passed; what is between pause() and resume() is not in them """
+
+    def __init__(self, device, seconds=0.0):
+        self.device, self.before, self.window, self.mark = device, seconds, 0.0, time.perf_counter()
+
+    @property
+    def seconds(self):
+        return self.before + self.window
+
+    def lap(self):
+        """ seconds since this was called last, all that was launched done """
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize()
+        self.mark, mark = time.perf_counter(), self.mark
+        return self.mark - mark
+
+    def pause(self):
+        self.window += self.lap()
+
+    resume = lap
+
+    def read(self):
+        """ seconds of training since this was called last """
+        self.pause()
+        self.before, self.window, window = self.seconds, 0.0, self.window
+        return window
+
+
+def use_step_graph(config, device, world_size, micro_batches, scaler):
+    """ whether a step is one CUDA graph: small models on one GPU, where a step is one micro-batch and has nothing random in it """
+    possible = device.type == 'cuda' and world_size == micro_batches == 1 and not config.dropout and not scaler.is_enabled()
+    if config.cuda_graph == 'auto':
+        return possible and totals(components(config))['params'] < SMALL_MODEL
+    if config.cuda_graph and not possible:
+        raise UserError("cuda_graph = True: needs one CUDA device, one micro-batch per step, no dropout, and not float16")
+    return config.cuda_graph
+
+
 class StepGraph:
     """
     step(x, y) -> tensors, as one CUDA graph: launched whole, where launching the kernels of a small model one by one takes longer than
@@ -172,6 +225,12 @@ class StepGraph:
         self.y.copy_(y)
         self.graph.replay()
         return tuple(tensor.clone() for tensor in self.out)
+
+
+def choose_micro_batch_size(config, share):
+    """ sequences per forward pass, for a process whose share of the batch is that many sequences """
+    fits = [n for n in divisors(share) if n == 1 or n * config.block_size <= MICRO_BATCH_TOKENS]
+    return config.micro_batch_size or max(fits)
 
 
 def divisors(n):
@@ -223,7 +282,7 @@ def peak_flops(device_name, dtype):
 
 def git_state():
     """ the checkout's commit, with '+' for uncommitted changes; None outside a checkout """
-    here = os.path.dirname(os.path.abspath(__file__))
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     try:
         commit, status = (subprocess.run(['git', *command], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
                           for command in (['rev-parse', 'HEAD'], ['status', '--porcelain']))
@@ -242,10 +301,14 @@ def device_name(device):
     return platform.processor() or platform.machine()
 
 
+def versions():
+    return {'python': platform.python_version(), 'torch': str(torch.__version__), 'numpy': numpy.__version__}
+
+
 def describe_machine(device, world_size):
     return {'device': str(device), 'device_name': device_name(device), 'world_size': world_size, 'host': socket.gethostname(),
             'argv': sys.argv, 'git': git_state(), 'environment': {key: os.environ[key] for key in ENVIRONMENT if key in os.environ},
-            'versions': {'python': platform.python_version(), 'torch': str(torch.__version__), 'numpy': numpy.__version__}}
+            'versions': versions()}
 
 
 def peak_memory(device):

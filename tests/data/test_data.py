@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, copy_data
 
 from configurator import UserError
 from data import tokenizers
@@ -248,9 +248,7 @@ def test_shakespeare_errors(script, tmp_path):
 
 
 def test_a_failed_download_leaves_nothing(script, tmp_path):
-    shutil.copytree(ROOT / 'data', tmp_path / 'copy/data', ignore=shutil.ignore_patterns('*.bin', 'meta.json', 'input.txt'))
-    shutil.copy(ROOT / 'configurator.py', tmp_path / 'copy')
-    folder = tmp_path / 'copy/data/shakespeare_char'
+    folder = copy_data(tmp_path / 'copy') / 'shakespeare_char'
     result = script(folder / 'prepare.py', ok=False, env={'HTTPS_PROXY': 'http://127.0.0.1:9'})
     assert result.rc == 2 and '--input=FILE' in result.err and result.err.startswith('error: ') and result.err.count('\n') == 1
     assert {path.name for path in folder.iterdir()} - {'__pycache__'} == {'prepare.py'}

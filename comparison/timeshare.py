@@ -2,13 +2,16 @@
 Where the time of a training step goes, component by component: an eager profile of the model alone, off the timed runs.
 """
 
+import os
 import statistics
 import time
 
 import torch
 
-from machine import autocast
-from model import GPT
+from data.writer import cpu_count
+from files import read_json, write_json
+from model import GPT, GPTConfig
+from training.machine import autocast, choose_device, choose_micro_batch_size, device_name
 
 GROUPS = ('attention', 'ffn', 'norm', 'lm_head', 'rest')  # rest: embedding, residual additions, loss
 
@@ -101,3 +104,24 @@ def time_shares(configs, device, dtype, batch_size):
         for times in out[ffn].values():
             times['share'] = (times['forward'] + times['backward']) / total
     return out
+
+
+def profile(configs, machine, jobs, folder, idle):
+    """ time_shares() of {ffn: config} as profile.json has them, else measured now; None while runs go on or where they were not made """
+    path = os.path.join(folder, 'profile.json')
+    shapes = {ffn: {key: getattr(config, key) for key in GPTConfig.__dataclass_fields__} for ffn, config in configs.items()}
+    known = read_json(path)
+    if all(known.get('shapes', {}).get(ffn) == shape for ffn, shape in shapes.items()):
+        return known
+    config = next(iter(configs.values()))
+    device, dtype = choose_device(config.device, machine['dtype'])
+    if not idle or device_name(device) != machine['device_name']:
+        return None
+    if device.type == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(max(1, cpu_count() // jobs))
+    print("measuring where the time of a step goes ...", flush=True)
+    batch_size = choose_micro_batch_size(config, config.batch_size // machine['world_size'])
+    result = {'device_name': machine['device_name'], 'dtype': machine['dtype'], 'batch_size': batch_size, 'shapes': shapes,
+              'threads': torch.get_num_threads() if device.type == 'cpu' else None, 'ffns': time_shares(configs, device, dtype, batch_size)}
+    write_json(path, result)
+    return result

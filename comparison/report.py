@@ -6,20 +6,19 @@ import math
 import os
 import statistics
 
-import checkpoint
-from configurator import UserError
-from data.writer import replacing
+from comparison.plots import HEALTH, PLOTS, draw_all
+from comparison.stats import FIRM_SEEDS, MIN_SEEDS, judge, mismatch_loss, welch
+from comparison.timeshare import GROUPS, group_of
+from configurator import UserError, one_line
+from files import read_json, replacing, write_json
 from model import FFNS, config_from
-from plots import HEALTH, PLOTS, draw_all
-from stats import FIRM_SEEDS, MIN_SEEDS, judge, mismatch_loss, welch
-from timeshare import GROUPS, group_of
-from tracking import one_line, read_json, read_metrics, start_wandb, stop_wandb, write_json
-from train import clock
+from training.rundir import MAY_CHANGE
+from training.tracking import duration, read_metrics, start_wandb, stop_wandb
 
 MATCHED, NOTABLE = 0.01, 0.0025  # mismatch above which nothing is called matched, and above which it is pointed out
 # settings that may change when a run is continued, but not between the runs of a comparison
 UNCOMPARABLE = {'max_iters', 'eval_tokens', 'target_loss'}
-IGNORED = checkpoint.MAY_CHANGE - UNCOMPARABLE
+IGNORED = MAY_CHANGE - UNCOMPARABLE
 
 
 # -----------------------------------------------------------------------------
@@ -374,7 +373,7 @@ def describe_making(results):
         lines += ["Multiples of the given learning rate, with the mean loss over seeds that are not in the report; the best (*) is inside:",
                   md_table([['FFN', *(f'{m:g}x' for m in multiples)], *rows])]
     seconds = sum((row['seconds'] or 0) * (len(row['losses']) - row['diverged']) for row in results['ffns'].values())
-    return [*lines, f"The runs trained for {clock(seconds)} in all. Everything above is in results.json."]
+    return [*lines, f"The runs trained for {duration(seconds)} in all. Everything above is in results.json."]
 
 
 def tuning_cells(grid, multiples):

@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import pickle
 import random
@@ -6,9 +5,8 @@ import random
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import changed_settings, load, load_latest, lock, open_run, paths, save
 from configurator import UserError
+from training.checkpoint import load, load_latest, paths, save
 
 
 def state(it, **config):
@@ -90,73 +88,3 @@ def test_no_hard_links(tmp_path, monkeypatch):
     save(tmp_path, state(1), keep=1, is_best=True)
     save(tmp_path, state(2), keep=1)
     assert load(tmp_path / 'best.pt')['iter'] == 1
-
-
-def test_what_may_change():
-    saved = {'n_embd': 4, 'max_iters': 10, 'device': 'cpu', 'learning_rate': 1e-3}
-    assert changed_settings(saved, {**saved, 'max_iters': 20, 'device': 'cuda'}) == {}
-    assert changed_settings(saved, {**saved, 'n_embd': 8}) == {'n_embd': (4, 8)}
-    assert changed_settings(saved, {**saved, 'new_key': 1}) == {'new_key': (None, 1)}
-    from train import TrainConfig
-    assert checkpoint.MAY_CHANGE <= set(TrainConfig.__dataclass_fields__)
-
-
-def start(out_dir, init_from='auto', **config):
-    said = []
-    held, path, got = open_run(str(out_dir), init_from, {'n_embd': 4, 'max_iters': 10, **config}, said.append)
-    held.close()
-    return got and got['iter'], said
-
-
-def test_open_run(tmp_path):
-    out = tmp_path / 'out'
-    assert start(out) == (None, [])
-    save(out, state(5), keep=2)
-    assert start(out) == (5, []) and start(out, max_iters=20) == (5, []) and start(out, 'resume') == (5, [])
-    with pytest.raises(UserError, match=r'n_embd was 4, now 8'):
-        start(out, 'resume', n_embd=8)
-    got, said = start(out, n_embd=8)
-    assert got is None and 'n_embd was 4, now 8' in said[0] and f'--out_dir={out}.1' in said[0]
-    assert os.path.exists(f'{out}.1/ckpt_00000005.pt') and paths(out) == []
-    with pytest.raises(UserError, match="init_from = 'resume': no usable checkpoint"):
-        start(out, 'resume')
-    save(out, state(6), keep=2)
-    assert start(out, 'scratch')[0] is None
-    assert os.path.exists(f'{out}.2/ckpt_00000006.pt')
-
-
-def test_a_run_with_only_damaged_checkpoints_is_kept(tmp_path):
-    out = tmp_path / 'out'
-    out.mkdir()
-    save(out, state(5), keep=2)
-    os.truncate(paths(out)[0], 100)
-    got, said = start(out)
-    assert got is None and 'skipping' in said[0] and f'{out}.1' in said[1]
-    assert os.path.getsize(f'{out}.1/ckpt_00000005.pt') == 100
-
-
-def hold(out_dir, ready, done):
-    held = lock(out_dir)
-    ready.set()
-    done.wait(60)
-    held.close()
-
-
-def test_one_writer(tmp_path):
-    context = multiprocessing.get_context('spawn')
-    ready, done = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(str(tmp_path / 'out'), ready, done))
-    process.start()
-    assert ready.wait(60)
-    with pytest.raises(UserError, match=f'in use by another run .pid {process.pid} on'):
-        lock(str(tmp_path / 'out'))
-    process.kill()
-    process.join()
-    lock(str(tmp_path / 'out')).close()
-
-
-def test_unwritable(tmp_path):
-    (tmp_path / 'file').write_text('')
-    for out_dir in (tmp_path / 'file' / 'out', '/proc/nowhere'):
-        with pytest.raises(UserError, match='cannot write to'):
-            lock(str(out_dir))

@@ -10,25 +10,21 @@ import sys
 
 from tqdm import tqdm
 
-from data.writer import replacing
+from configurator import one_line
+from files import read_json, replacing, write_json
 
 
-def one_line(error):
-    return f'{type(error).__name__}: {error}'.splitlines()[0]
+def duration(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f'{minutes // 60}:{minutes % 60:02}:{seconds:02}' if minutes >= 60 else f'{minutes}:{seconds:02}'
 
 
-def write_json(path, value):
-    with replacing(path) as file:
-        file.write(json.dumps(value, indent=1).encode())
-
-
-def read_json(path):
-    """ the value of a JSON file, {} when there is none """
-    try:
-        with open(path, encoding='utf-8') as file:
-            return json.load(file)
-    except (OSError, ValueError):
-        return {}
+def default_out_dir(config):
+    """ out/<ffn>; the trials of a wandb sweep differ in more than that, and one that was preempted comes again under its id """
+    sweep, trial = os.environ.get('WANDB_SWEEP_ID'), os.environ.get('WANDB_RUN_ID')
+    if sweep and trial:
+        return os.path.join('out', f'sweep-{sweep}', f'{config.ffn}-s{config.seed}-{trial}')
+    return os.path.join('out', config.ffn)
 
 
 def read_metrics(path, up_to=None):

@@ -13,14 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, environment, metrics, run_script
+from conftest import PATIENCE, ROOT, TINY, copy_data, environment, metrics, popen, run_script, wait_until
 
 import data.text.prepare as text_prepare
 from configurator import UserError
@@ -91,9 +90,7 @@ def cache(tmp_path_factory):
 def copy(tmp_path):
     """ -> the path of a corpus's prepare.py in a copy of data/, where its dataset is written """
     def make(corpus, name='copy'):
-        shutil.copytree(ROOT / 'data', tmp_path / name / 'data', ignore=shutil.ignore_patterns('*.bin', 'meta.json', 'input.txt', 'shards'))
-        shutil.copy(ROOT / 'configurator.py', tmp_path / name)
-        return tmp_path / name / 'data' / corpus / 'prepare.py'
+        return copy_data(tmp_path / name) / corpus / 'prepare.py'
     return make
 
 
@@ -103,15 +100,8 @@ def contents(folder):
 
 def start(prepare, *args, env, cwd, limit=None):
     """ as a user starts it, in a process group of its own """
-    return subprocess.Popen([sys.executable, str(prepare), *map(str, args)], cwd=cwd, env=environment(cwd, **env), start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
-
-
-def wait_until(condition, process=None):
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end and (process is None or process.poll() is None), process and process.communicate()
-        time.sleep(0.001)
+    return popen([sys.executable, str(prepare), *map(str, args)], cwd=cwd, env=environment(cwd, **env), stdout=subprocess.PIPE,
+                 stderr=subprocess.PIPE, preexec_fn=limit)
 
 
 def test_fineweb_edu_killed_and_continued(copy, hub, cache, documents, gpt2, tmp_path):
@@ -457,7 +447,7 @@ def test_interruptions(running, what, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
     else:
         os.kill(process.pid if what == 'the parent' else min(workers), signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     wait_until(lambda: not any(alive(pid) for pid in workers))
     if what == 'the parent':
         assert process.returncode == -signal.SIGKILL
@@ -472,7 +462,7 @@ def test_importing_does_nothing(tmp_path):
     scripts = [str(path) for path in ROOT.glob('data/*/prepare.py')]
     code = (f"import runpy, sys; [runpy.run_path(path, run_name='__mp_main__') for path in {scripts}]; "
             "print(sorted({'torch', 'datasets', 'tiktoken'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE)
     assert len(scripts) >= 7 and (done.returncode, done.stdout, done.stderr) == (0, '[]\n', '') and not list(tmp_path.iterdir())
 
 

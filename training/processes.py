@@ -1,0 +1,72 @@
+"""
+The processes of a run, which are one or those of torchrun: who is who, how they agree, and the signals that ask them to stop.
+"""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = [getattr(signal, name) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGHUP') if hasattr(signal, name)]
+
+
+def watch_signals():
+    """ -> a list that holds the number of the signal that asked the run to stop; a second one stops it at once """
+    received, at = [], []
+
+    def on_signal(number, frame):
+        if received and time.monotonic() > at[0] + 0.5:  # what comes together is one: a launcher may pass on what the group got too
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        received.append(number)  # nothing else here: the loop finishes its step, saves and leaves
+        at.append(time.monotonic())
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, on_signal)
+    return received
+
+
+class Processes:
+    """ rank: of this one among the world_size of them all; local_rank: on its machine. All call a method at the same point. """
+
+    def __init__(self):
+        self.rank, self.world_size, self.local_rank = (
+            int(os.environ.get(key, n)) for key, n in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+
+    def connect(self, device):
+        if self.world_size > 1:
+            dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+            self.cpu_group = dist.new_group(backend='gloo')  # agrees without waiting for the GPUs
+
+    def say(self, text):
+        """ a line, from one of them; for the time before there is a tracker """
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def wait(self):
+        """ until all are here """
+        if self.world_size > 1:
+            dist.barrier(self.cpu_group)
+
+    def share(self, values):
+        """ the list of rank 0, in all """
+        if self.world_size > 1:
+            dist.broadcast_object_list(values)
+        return values
+
+    def any(self, flag):
+        """ whether flag is true in one of them """
+        if self.world_size == 1:
+            return bool(flag)
+        asked = torch.tensor(float(bool(flag)))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.cpu_group)
+        return bool(asked)
+
+    def sum(self, tensor):
+        """ over all of them, in place """
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
