@@ -24,7 +24,7 @@ from typing import Literal
 from bench import step_times
 from comparison.matching import matched_width, scale_lr, stretch
 from comparison.report import add_profile, finite, headline, log_to_wandb, make_results, match_line, read_run, summary_table, write_report
-from comparison.runs import run_all, run_config, train_config
+from comparison.runs import read_state, run_all, run_config, train_config
 from comparison.timeshare import profile
 from configurator import UserError, configure, die, require
 from data.tokens import Dataset, prepare_if_missing
@@ -199,15 +199,18 @@ def main():
         return run_all(configs, data.fingerprint, config.n_gpus, config.jobs, f'{title} ({folder})')
 
     if config.match == 'time':
-        plan['step_times'] = times = time_steps(variants, config, read_json(plan_path).get('step_times', {}))
-        write_json(plan_path, plan)
+        known = read_json(plan_path)
+        plan['step_times'] = times = time_steps(variants, config, known.get('step_times', {}))
+        write_json(plan_path, {**known, 'step_times': times})
         variants = {ffn: stretch(variant, round(config.max_iters * times[config.base] / times[ffn])) for ffn, variant in variants.items()}
     if config.tune_lr:
         plan['tuning'] = grids = tune(variants, config, folder, train)
         variants = {ffn: scale_lr(variant, min(grids[ffn], key=grids[ffn].get)) for ffn, variant in variants.items()}
-    write_json(plan_path, finite(plan))
     # seeds outermost: whatever drifts hits all FFNs alike, and what is there when one looks early is paired
     configs = [run_config(variants[ffn], folder, seed) for seed in range(config.seed, config.seed + config.n_seeds) for ffn in variants]
+    for run in configs:
+        read_state(run, data.fingerprint)  # other settings are refused before the plan of those runs is replaced
+    write_json(plan_path, finite(plan))
     states = train(configs, "runs")
     make_report(config, folder, [config.out_dir for config in configs], read_json(plan_path))
     if failed := [state for state in states if state['status'] == 'failed']:

@@ -4,6 +4,7 @@ From the directories of finished runs to the report: results.json (all of it), r
 
 import math
 import os
+import shutil
 import statistics
 
 from comparison.plots import HEALTH, PLOTS, draw_all
@@ -445,7 +446,7 @@ def log_to_wandb(folder, results, config, say=print):
         run.summary.update({'report/headline': headline(results).replace('**', ''), 'report/match': match_line(results).replace('**', ''),
                             **{f'report/verdict/{ffn}': row['paired']['verdict'] for ffn, row in ffns.items() if row['paired']}})
         for name in ('report.md', 'results.json'):
-            run.save(os.path.join(folder, name), base_path=folder, policy='now')
+            run.save(shutil.copy(os.path.join(folder, name), run.dir), base_path=run.dir, policy='now')  # it warns of what is elsewhere
         run.finish()
     except Exception as e:
         say(f"warning: wandb failed ({one_line(e)}); {folder} has everything")

@@ -142,6 +142,7 @@ def check_again_and_report_only(compared, tiny_data, tmp_path):
     longer = compare(script, tiny_data, '--ffns=gelu,swiglu', '--n_seeds=3', '--max_iters=40', ok=False)
     assert longer.rc == 2 and 'max_iters was 20, now 40' in longer.err
     script('compare.py', '--report_only', '--name=c')  # as it was
+    assert json.loads((folder / 'results.json').read_text())['plan'] == new['plan']  # a refused command leaves no trace
 
 
 def _script_in(folder):
@@ -191,8 +192,8 @@ def test_a_comparison(compared, tiny_data, trained, tmp_path, script):
     """ one test, for it takes half a minute to make and two processes would make it twice """
     check_files(compared)
     check_results_are_those_of_the_runs(compared)
-    check_again_and_report_only(compared, tiny_data, tmp_path)
     check_wandb_has_the_report(compared)
+    check_again_and_report_only(compared, tiny_data, tmp_path)
     check_runs_by_hand(compared, trained, tmp_path, script)
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch.optim.adamw import adamw
 
+from configurator import UserError
 from model import split_parts
 
 
@@ -118,6 +119,8 @@ class SpikeGuard:
     """
 
     def __init__(self, device):
+        if device.type == 'mps':  # AdamW has no way there to leave a step out without waiting for the device
+            raise UserError("skip_spikes = True: not on mps; use another --device, or leave it out")
         self.state = torch.zeros(4, device=device)  # norms seen, their mean and variance, spikes
 
     def judge(self, norm):
