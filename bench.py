@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from comparison.matching import matched_width
-from configurator import UserError, configure, die, require
+from configurator import FilePath, UserError, configure, require, run_main
 from data.tokens import Dataset, prepare_if_missing
 from data.writer import cpu_count
 from model import FFNS, GPT
@@ -73,7 +73,7 @@ GPU_CHECK = [('peak', 'gpt2_124m'), ('train', 'gpt2_124m'), ('train', 'char_gpu'
 class BenchConfig:
     mode: Literal['train', 'peak', 'decode', 'data', 'startup', 'eval', 'quality', 'scale', 'gpu_check'] = 'train'  # what is timed
     preset: Literal[tuple(PRESETS)] = 'cpu_char'  # the shape of the model and the batch
-    ref: str = ''  # a nanoGPT checkout ('' = ours alone)
+    ref: FilePath = ''  # a nanoGPT checkout ('' = ours alone)
     ffns: str = ''  # comma-separated FFNs to time against each other instead, at matched parameters
     batch_size: int = 0  # sequences per step (0 = the preset's)
     rounds: int = 8  # turns of each side
@@ -537,7 +537,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as e:
-        die(e)
+    run_main(main)

@@ -26,7 +26,7 @@ from comparison.matching import matched_width, scale_lr, stretch
 from comparison.report import add_profile, finite, headline, log_to_wandb, make_results, match_line, read_run, summary_table, write_report
 from comparison.runs import read_state, run_all, run_config, train_config
 from comparison.timeshare import profile
-from configurator import UserError, configure, die, require
+from configurator import UserError, configure, die, require, run_main, say
 from data.tokens import Dataset, prepare_if_missing
 from files import read_json, write_json
 from model import FFNS
@@ -114,7 +114,7 @@ def time_steps(variants, config, known):
     """ {ffn: seconds of a step}. known: of earlier runs of this comparison, which stay; the others are measured beside the baseline """
     times = {ffn: known[ffn] for ffn in variants if ffn in known}
     if missing := variants.keys() - times.keys():
-        print(f"timing a step of {', '.join(ffn for ffn in variants if ffn in missing)} ...", flush=True)
+        say(f"timing a step of {', '.join(ffn for ffn in variants if ffn in missing)} ...")
         measured = step_times({ffn: variant for ffn, variant in variants.items() if ffn in {config.base, *missing}}, config.processes)
         scale = times.get(config.base, measured[config.base]) / measured[config.base]
         times |= {ffn: scale * measured[ffn] for ffn in missing}
@@ -164,9 +164,9 @@ def make_report(config, folder, dirs, plan, idle=True):
     configs = {run['ffn']: TrainConfig(**run['config']) for run in runs if run['ffn'] in results['ffns']}
     add_profile(results, profile(configs, runs[0]['machine'], plan.get('jobs', 1), folder, idle))
     write_report(folder, results)
-    print('\n' + '\n\n'.join([headline(results), match_line(results), summary_table(results, brief=True)]).replace('**', '') + '\n')
+    say('\n' + '\n\n'.join([headline(results), match_line(results), summary_table(results, brief=True)]).replace('**', '') + '\n')
     log_to_wandb(folder, results, config)
-    print(f"report   {os.path.join(folder, 'report.md')}", flush=True)
+    say(f"report   {os.path.join(folder, 'report.md')}")
 
 
 def main():
@@ -183,7 +183,7 @@ def main():
             raise
         held = None  # the comparison is running: look at what there is
     if config.runs:
-        dirs = [path.strip() for path in config.runs.split(',')]
+        dirs = [os.path.expanduser(path.strip()) for path in config.runs.split(',')]
         return make_report(config, folder, dirs, {'match': 'given', 'command': command})
     plan_path = os.path.join(folder, 'plan.json')
     if config.report_only:
@@ -218,7 +218,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as e:
-        die(e)
+    run_main(main)

@@ -1,16 +1,20 @@
 """
-Config files and the command line -> one validated, typed, frozen config.
+What every script begins and ends with. Config files and the command line -> one validated, typed, frozen config:
 
     python train.py config/gpt2_124m.py config/swiglu.py --seed=2 --n_layer=6
 
 Files and flags apply from left to right, and both go through the same validator. A script's settings are the fields of
 its frozen dataclass: name, type, default, and one line of help in the comment behind it. A config file is data: lines of
 `name = value`, where a value is a literal, arithmetic, or an earlier name. It is parsed, never executed.
+
+And run_main(main), which says what went wrong in one line, on whatever streams there are.
 """
 
 import ast
 import dataclasses
 import difflib
+import errno
+import importlib
 import inspect
 import math
 import operator
@@ -20,9 +24,15 @@ import sys
 import typing
 import warnings
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class UserError(Exception):
     """ What the user did wrong, in one sentence that names the key or file, the value and the way out. """
+
+
+class FilePath(str):
+    """ the type of a setting that is a path: ~ at its beginning is the user's folder """
 
 
 def one_line(error):
@@ -69,11 +79,87 @@ def with_defaults(config_class, saved):
     return {field.name: field.default for field in dataclasses.fields(config_class)} | saved
 
 
+def say(text, stream='stdout'):
+    """ Print for the person at the terminal, who may be gone: nothing ends because of what it wanted to say. """
+    try:
+        print(text, file=getattr(sys, stream), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        silence(getattr(sys, stream))
+    except OSError:  # a terminal that is gone, a full disk
+        pass
+
+
+def silence(stream):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def die(error):
     """ Print `error: ...` (once per machine under torchrun) and exit 2. """
     if os.environ.get('LOCAL_RANK', '0') == '0':
-        print(f'error: {error}', file=sys.stderr, flush=True)
+        say(f'error: {error}', stream='stderr')
     sys.exit(2)
+
+
+def run_main(main, explain=lambda error: None):
+    """
+    What a script ends with: main(), and one line for what is wrong with its surroundings, on whatever streams there are.
+    explain(exception) -> that line, or None where it is a bug.
+    """
+    mend_streams()
+    try:
+        main()
+    except UserError as e:
+        die(e)
+    except BrokenPipeError:
+        sys.exit(1)
+    except OSError as e:
+        if not e.filename and e.errno not in NO_SPACE:
+            raise
+        room = "; make room, then the same command continues" if e.errno in NO_SPACE else ""
+        die(f"{e.filename or 'a file'}: {e.strerror}{room}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as e:
+        if (text := explain(e)) is None:
+            raise
+        die(text)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # or Python says so, and leaves with a status of its own
+                silence(stream)
+
+
+def mend_streams():
+    """
+    A character that the terminal or pipe cannot show is replaced. A stream that is closed swallows what is written to it, and keeps its
+    number, which would otherwise be the next file's: print(file=None) goes to stdout, and what C code writes to 2 into a checkpoint.
+    """
+    for fd, (name, mode) in enumerate({'stdin': 'r', 'stdout': 'w', 'stderr': 'w'}.items()):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding='utf-8', errors='replace'))
+        elif mode == 'w' and hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors='replace')
+
+
+def need(module, why):
+    """ a module of a package that not everyone needs; a UserError when it cannot be imported, for whatever reason """
+    package = module.partition('.')[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{why} needs {package}: pip install {package}") from None
+    except Exception as e:  # such as a NumPy or protobuf that it does not know
+        raise UserError(f"{why} needs {package}, which does not start ({one_line(e)}): pip install --upgrade {package}") from None
 
 
 def parse(config_class, argv, implied=None):
@@ -195,9 +281,9 @@ def convert(key, value, kind, where, is_text=False):
         near = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in allowed], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"{where}: {key} = {shown(value)}; {hint}allowed: {', '.join(str(choice) for choice in allowed)}")
-    if kind is str:
+    if kind in (str, FilePath):
         if isinstance(value, str) and '\0' not in value:
-            return value
+            return os.path.expanduser(value) if kind is FilePath else value
         raise UserError(f"{where}: {key} must be text, not {shown(value)}")
     number = value
     if is_text:

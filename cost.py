@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from configurator import UserError, configure, die
+from configurator import configure, run_main, say
 from model import GPTConfig
 from train import TrainConfig
 from training.accounting import components, ffn_mismatch, table, totals
@@ -32,14 +32,11 @@ def main():
     if config.format == 'json':
         rows = components(config, config.seq_len)
         ffn = {'name': config.ffn, 'width': config.hidden_width, 'mismatch': ffn_mismatch(config)[0]}
-        print(json.dumps({'components': rows, 'total': totals(rows), 'ffn': ffn}, indent=2))
+        say(json.dumps({'components': rows, 'total': totals(rows), 'ffn': ffn}, indent=2))
     else:
-        print(f"{config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, vocabulary {config.vocab_size:,}")
-        print(table(config, config.seq_len))
+        say(f"{config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, vocabulary {config.vocab_size:,}")
+        say(table(config, config.seq_len))
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as e:
-        die(e)
+    run_main(main)

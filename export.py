@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configurator import UserError, configure, die
+from configurator import FilePath, UserError, configure, need, run_main, say
 from data import tokenizers
 from files import read_json, write_json
 from model import FFNS, config_from, split_parts
@@ -24,8 +24,8 @@ from training.pretrained import gpt2_name, is_transposed
 
 @dataclass(frozen=True)
 class ExportConfig:
-    out_dir: str = ''  # run directory ('' = the newest in out/)
-    to: str = ''  # the folder to write: a new one, an empty one, or an earlier export
+    out_dir: FilePath = ''  # run directory ('' = the newest in out/)
+    to: FilePath = ''  # the folder to write: a new one, an empty one, or an earlier export
 
 
 # -----------------------------------------------------------------------------
@@ -195,22 +195,18 @@ def hf_tokenizer(spec, tokenizer):
 
 def write_folder(to, tensors, files):
     """ model.safetensors and {name: value} as JSON files; all are whole before the first appears in `to` """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UserError("exporting needs safetensors: pip install safetensors") from None
+    safetensors, tensor_files = need('safetensors', "exporting"), need('safetensors.torch', "exporting")
     temporary = f'{to}.{os.getpid()}.tmp'
     try:
         os.makedirs(temporary)
-        save_file(tensors, os.path.join(temporary, 'model.safetensors'), metadata={'format': 'pt'})
+        tensor_files.save_file(tensors, os.path.join(temporary, 'model.safetensors'), metadata={'format': 'pt'})
         for name, value in files.items():
             write_json(os.path.join(temporary, name), value)
         shutil.copymode(os.path.join(temporary, name), os.path.join(temporary, 'model.safetensors'))  # which safetensors keeps to its owner
         os.makedirs(to, exist_ok=True)
         for name in os.listdir(temporary):
             os.replace(os.path.join(temporary, name), os.path.join(to, name))
-    except (OSError, SafetensorError) as e:
+    except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f"could not write {to}: {e}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -242,12 +238,9 @@ def main():
         raise UserError(f"{to} is there already and is not an earlier export; choose another --to")
     path, state = checkpoint.find(config.out_dir)
     name = export(path, state, to)
-    print(f"{to}: {name}, from {path} at iter {state['iter']}\n"
+    say(f"{to}: {name}, from {path} at iter {state['iter']}\n"
           f"load it with transformers.AutoModelForCausalLM.from_pretrained({to!r})")
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as e:
-        die(e)
+    run_main(main)

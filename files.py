@@ -1,10 +1,12 @@
 """
-Files that are whole or not there at all.
+Files that are whole or not there at all. What cannot be read is not missing, and what is damaged is not missing either.
 """
 
 import contextlib
 import json
 import os
+
+from configurator import UserError
 
 
 @contextlib.contextmanager
@@ -17,7 +19,9 @@ def replacing(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
+        if isinstance(e, OSError) and not e.filename:
+            e.filename = path  # a full disk does not say where
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
@@ -29,9 +33,16 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """ the value of a JSON file, {} when there is none """
+    """ the dict of a JSON file, {} when there is none. Raises UserError when there is one that cannot be read, or holds something else. """
     try:
         with open(path, encoding='utf-8') as file:
-            return json.load(file)
-    except (OSError, ValueError):
+            value = json.load(file)
+    except (FileNotFoundError, NotADirectoryError):
         return {}
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}; nothing was changed") from None
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged ({e}); restore it or move it away") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged (it holds no object); restore it or move it away")
+    return value

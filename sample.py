@@ -8,13 +8,14 @@ Text from a trained model.
 """
 
 import codecs
+import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from configurator import UserError, configure, die, require
+from configurator import FilePath, UserError, configure, require, run_main, say
 from data import tokenizers
 from model import GPT, GPTConfig, config_from
 from training import checkpoint
@@ -24,8 +25,8 @@ from training.pretrained import gpt2_settings, gpt2_tokenizer, load_gpt2
 
 @dataclass(frozen=True)
 class SampleConfig:
-    out_dir: str = ''  # run directory ('' = the newest in out/)
-    init_from: str = ''  # instead of a run: gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such weights
+    out_dir: FilePath = ''  # run directory ('' = the newest in out/)
+    init_from: FilePath = ''  # instead of a run: gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such weights
     start: str = '\n'  # prompt: text, FILE:path, or - for standard input
     num_samples: int = 1  # how many texts
     max_new_tokens: int = 500  # length of each, in tokens
@@ -162,7 +163,7 @@ def read_prompt(start):
         return sys.stdin.read()
     if start.startswith('FILE:'):
         try:
-            with open(start[5:], encoding='utf-8') as file:
+            with open(os.path.expanduser(start[5:]), encoding='utf-8') as file:
                 return file.read()
         except (OSError, ValueError) as e:
             raise UserError(f"cannot read the prompt {start[5:]}: {e}") from None
@@ -189,11 +190,11 @@ def main():
     block_size = model_config.block_size
     iteration = f", iter {state['iter']}" if 'iter' in state else ""
     val = f", val loss {state['val']['val/loss']:.4f}" if state.get('val') else ""
-    print(f"{path}: {model_config.ffn}{iteration}{val}", file=sys.stderr)
+    say(f"{path}: {model_config.ffn}{iteration}{val}", stream='stderr')
     if len(prompt) > block_size:
-        print(f"the prompt has {len(prompt)} tokens; the model sees the last {block_size}", file=sys.stderr)
+        say(f"the prompt has {len(prompt)} tokens; the model sees the last {block_size}", stream='stderr')
     elif len(prompt) + config.max_new_tokens > block_size + 1:
-        print(f"past {block_size} tokens the model sees the last {block_size}, and each token takes longer", file=sys.stderr)
+        say(f"past {block_size} tokens the model sees the last {block_size}, and each token takes longer", stream='stderr')
     generator = torch.Generator(device).manual_seed(config.seed)
     for n in range(config.num_samples):
         if config.num_samples > 1:
@@ -208,9 +209,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except UserError as e:
-        die(e)
-    except (KeyboardInterrupt, BrokenPipeError):
-        sys.exit(1)
+    run_main(main)

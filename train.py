@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import UserError, configure, die, one_line, require
+from configurator import FilePath, UserError, configure, one_line, require, run_main
 from data.tokens import Dataset, prepare_if_missing
 from model import GPT, GPTConfig
 from training import checkpoint, rundir
@@ -50,11 +49,11 @@ from training.tracking import Tracker, default_out_dir
 @dataclass(frozen=True)
 class TrainConfig(GPTConfig):
     # the run
-    out_dir: str = ''  # run directory ('' = out/<ffn>; in a wandb sweep one for each trial)
-    init_from: str = 'auto'  # auto = continue the same settings | scratch | resume = insist | gpt2, gpt2-medium, ... or a folder: weights
+    out_dir: FilePath = ''  # run directory ('' = out/<ffn>; in a wandb sweep one for each trial)
+    init_from: FilePath = 'auto'  # auto = continue the same settings | scratch | resume = insist | weights: gpt2, ... or a folder
     seed: int = 1337  # of the initial weights, the order of the data, and dropout
     # data
-    dataset: str = 'stdlib'  # a folder of data/, or a path
+    dataset: FilePath = 'stdlib'  # a folder of data/, or a path
     vocab_size: int = 0  # number of token ids (0 = the dataset's; more pads the embedding)
     batch_size: int = 16  # sequences per optimizer step, over all processes
     micro_batch_size: int = 0  # sequences per forward pass (0 = choose); changes memory and speed, not the result
@@ -124,7 +123,7 @@ def main():
     config = replace(config, vocab_size=config.vocab_size or data.meta['vocab_size'])
     start = rundir.choose_start(config, data, processes)
     if start.finished:
-        return
+        return processes.leave()
     model = GPT(config, config.seed).to(device)
     if start.state:
         model.load_state_dict(start.state['model'])
@@ -142,7 +141,8 @@ def main():
     if compiled:
         model.compile(dynamic=False)  # in place: the state dict keeps its names
     if config.eval_only:
-        return processes.say(f"{start.path}: {describe_val(evaluate(model, data, config, processes, device, dtype))}")
+        processes.say(f"{start.path}: {describe_val(evaluate(model, data, config, processes, device, dtype))}")
+        return processes.leave()
 
     step = TrainStep(model, config, device, dtype, len(rows), processes.world_size)
     if start.state:
@@ -329,7 +329,7 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
             step_time, logged = clock.read() / (n - logged), n
             log_step(n, mean_loss, step, step_time, clock.seconds, processes, tracker)
 
-    processes.wait()  # until rank 0 has saved: torchrun ends all when one has left
+    processes.leave()  # when rank 0 has saved, too: torchrun ends all when one has left
     if not last:
         number = (stop_signals or [signal.SIGTERM])[0]
         tracker.say(f"stopped by {signal.Signals(number).name} at iter {it}, saved; the same command continues from there")
@@ -338,19 +338,13 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
     tracker.finish(summarize(it, val, best_val, step, clock.seconds, tracker))
 
 
+def explain(error):
+    """ what to say of an exception that is neither a UserError nor a bug; else None """
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory; set a smaller --micro_batch_size, which does not change the result"
+    if type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
+        return f"torch.compile failed ({one_line(error)}); use --compile=False"
+
+
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, torch.OutOfMemoryError) as e:
-        die(e if isinstance(e, UserError) else "out of memory; set a smaller --micro_batch_size, which does not change the result")
-    except OSError as e:
-        if e.errno not in checkpoint.NO_SPACE:
-            raise
-        die(f"{e.filename or 'a file of the run'} could not be written: {e.strerror}; make room, then the same command continues")
-    except Exception as e:
-        if not type(e).__module__.startswith(('torch._dynamo', 'torch._inductor')):
-            raise
-        die(f"torch.compile failed ({one_line(e)}); use --compile=False")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    run_main(main, explain)

@@ -10,7 +10,7 @@ import statistics
 from comparison.plots import HEALTH, PLOTS, draw_all
 from comparison.stats import FIRM_SEEDS, MIN_SEEDS, judge, mismatch_loss, welch
 from comparison.timeshare import GROUPS, group_of
-from configurator import UserError, one_line
+from configurator import UserError, one_line, say
 from files import read_json, replacing, write_json
 from model import FFNS, config_from
 from training.rundir import MAY_CHANGE
@@ -424,7 +424,7 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def log_to_wandb(folder, results, config, say=print):
+def log_to_wandb(folder, results, config):
     """ one more run in the group of the runs: tables, plots, verdicts, the report itself. Whatever fails there costs a warning. """
     run = start_wandb(config, say, name='report', group=os.path.basename(folder), job_type='report', dir=folder,
                       config={**results['config'], 'match': results['plan']['match'], 'baseline': results['baseline']})

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, fields, replace
 
 from comparison.report import IGNORED
-from configurator import UserError
+from configurator import UserError, say
 from data.writer import cpu_count
 from files import read_json
 from train import TrainConfig
@@ -140,9 +140,9 @@ def run_all(configs, fingerprint, n_gpus, jobs, title):
             process.terminate()
     for config, state in zip(configs, states, strict=True):
         if state['status'] == 'failed':
-            print(f"failed: {os.path.basename(config.out_dir)}: {state['message']}", flush=True)
+            say(f"failed: {os.path.basename(config.out_dir)}: {state['message']}")
     if signals:
-        print("stopped; finished runs are kept and the others saved: the same command continues", flush=True)
+        say("stopped; finished runs are kept and the others saved: the same command continues")
         sys.exit(128 + signals[0])
     return states
 
@@ -191,7 +191,7 @@ class Board:
                 if state['status'] in ('done', 'diverged', 'failed', 'running') and self.said.get(config.out_dir) != state['status']:
                     self.said[config.out_dir] = state['status']
                     result = f" val loss {state['val_loss']:.5f}" if state['status'] == 'done' else ''
-                    print(f"{os.path.basename(config.out_dir)} {state['status']}{result} | {self.counts(states, stopping)}", flush=True)
+                    say(f"{os.path.basename(config.out_dir)} {state['status']}{result} | {self.counts(states, stopping)}")
             return
         cells = {(self.row(config), config.seed): self.cell(state) for config, state in zip(self.configs, states, strict=True)}
         (width, height), name = shutil.get_terminal_size(), max(map(len, self.rows))
@@ -200,5 +200,5 @@ class Board:
         lines += [f'{row:<{name}}' + ''.join(f'{cells.get((row, seed), ""):>10}' for seed in shown) for row in self.rows]
         lines = [*lines, self.counts(states, stopping)][-max(1, height - 1):]  # what scrolled off could not be redrawn
         up = f'\x1b[{self.height}A' if self.height else ''
-        print(up + ''.join(f'\x1b[2K{line[:width - 1]}\n' for line in lines), end='', flush=True)
+        say(up + '\n'.join(f'\x1b[2K{line[:width - 1]}' for line in lines))
         self.height = len(lines)

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from configurator import say
 from data.writer import cpu_count
 from files import read_json, write_json
 from model import GPT, GPTConfig
@@ -119,7 +120,7 @@ def profile(configs, machine, jobs, folder, idle):
         return None
     if device.type == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(max(1, cpu_count() // jobs))
-    print("measuring where the time of a step goes ...", flush=True)
+    say("measuring where the time of a step goes ...")
     batch_size = choose_micro_batch_size(config, config.batch_size // machine['world_size'])
     result = {'device_name': machine['device_name'], 'dtype': machine['dtype'], 'batch_size': batch_size, 'shapes': shapes,
               'threads': torch.get_num_threads() if device.type == 'cpu' else None, 'ffns': time_shares(configs, device, dtype, batch_size)}

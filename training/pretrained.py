@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, need
 from model import GPT
 
 RUNS = ('auto', 'scratch', 'resume')  # the values of init_from that name no weights
@@ -43,13 +43,10 @@ def locate(source, name):
             raise UserError(f"init_from = {source!r}: there is no {path}; it must be {', '.join(GPT2)}, or a folder with "
                             "config.json and model.safetensors as they are on the hub")
         return path
+    hub = need('huggingface_hub', f"init_from = {source!r}")
     try:
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    except ImportError:
-        raise UserError(f"init_from = {source!r} needs huggingface_hub: pip install huggingface_hub") from None
-    try:
-        cached = try_to_load_from_cache(f'openai-community/{source}', name)  # these files do not change: no need to ask the hub again
-        return cached if isinstance(cached, str) else hf_hub_download(f'openai-community/{source}', name)
+        cached = hub.try_to_load_from_cache(f'openai-community/{source}', name)  # these files do not change: no need to ask the hub again
+        return cached if isinstance(cached, str) else hub.hf_hub_download(f'openai-community/{source}', name)
     except Exception as e:  # whatever the network and its libraries raise
         why = "HF_HUB_OFFLINE is set and it is not in the cache" if os.environ.get('HF_HUB_OFFLINE') else type(e).__name__
         raise UserError(f"init_from = {source!r}: {name} of openai-community/{source} could not be fetched ({why}); "
@@ -131,15 +128,11 @@ def load_gpt2(source, config, say=print):
     mean of the others, which adds at most ln(padded / vocabulary) to the loss, 0.0009 for 50,304; zeros would be the likeliest tokens of
     all, as GPT-2's logits are far below 0.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise UserError(f"init_from = {source!r} needs safetensors: pip install safetensors") from None
+    safetensors, tensor_files = (need(module, f"init_from = {source!r}") for module in ('safetensors', 'safetensors.torch'))
     path = locate(source, 'model.safetensors')
     try:
-        saved = {name.removeprefix('transformer.'): tensor for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError) as e:
+        saved = {name.removeprefix('transformer.'): tensor for name, tensor in tensor_files.load_file(path).items()}
+    except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f"cannot read {path}: {e}") from None
     with torch.device('meta'):
         shapes = {name: parameter.shape for name, parameter in GPT(config).state_dict().items()}

@@ -9,6 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from configurator import say
+
 SIGNALS = [getattr(signal, name) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGHUP') if hasattr(signal, name)]
 
 
@@ -44,12 +46,18 @@ class Processes:
     def say(self, text):
         """ a line, from one of them; for the time before there is a tracker """
         if self.rank == 0:
-            print(text, flush=True)
+            say(text)
 
     def wait(self):
         """ until all are here """
         if self.world_size > 1:
             dist.barrier(self.cpu_group)
+
+    def leave(self):
+        """ together, at a good end; after an error the others may be stuck, and this process just ends """
+        if self.world_size > 1:
+            self.wait()
+            dist.destroy_process_group()
 
     def share(self, values):
         """ the list of rank 0, in all """

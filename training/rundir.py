@@ -8,7 +8,7 @@ import re
 import socket
 from dataclasses import asdict, dataclass
 
-from configurator import UserError, with_defaults
+from configurator import UserError, say, with_defaults
 from files import read_json
 from model import GPTConfig
 from training import checkpoint
@@ -83,7 +83,7 @@ def move_aside(out_dir):
     return f'{out_dir}.{n}'
 
 
-def open_run(config, more, say=print):
+def open_run(config, more, say=say):
     """
     Lock config.out_dir and decide what to start from. more: as in changed_settings.
 
@@ -165,7 +165,7 @@ def is_finished(config, state):
         return False
     if state['iter'] < config.max_iters and summary['val_loss'] > config.target_loss:
         return False
-    print(f"{config.out_dir} is finished at iter {state['iter']}: {describe_val(state['val'])}\n"
+    say(f"{config.out_dir} is finished at iter {state['iter']}: {describe_val(state['val'])}\n"
           "continue it with a larger --max_iters, or start afresh with "
           + ("--init_from=scratch" if config.init_from in RUNS else "another --out_dir"))
     return True

@@ -10,7 +10,7 @@ import sys
 
 from tqdm import tqdm
 
-from configurator import one_line
+from configurator import UserError, need, one_line, say
 from files import read_json, replacing, write_json
 
 
@@ -48,9 +48,9 @@ def start_wandb(config, say, /, **options):
     if mode == 'disabled':
         return None
     try:
-        import wandb
-    except ImportError:
-        say("wandb is not installed: numbers stay in the folder (pip install wandb, or --wandb=disabled)")
+        wandb = need('wandb', "logging")
+    except UserError as e:
+        say(f"warning: {e}, or --wandb=disabled; numbers stay in the folder")
         return None
     try:
         options |= {'project': config.wandb_project, 'entity': config.wandb_entity or None, 'notes': config.wandb_notes or None,
@@ -126,12 +126,9 @@ class Tracker:
     def say(self, text):
         """ a line for the person at the terminal """
         if self.active:
-            try:
-                tqdm.write(text) if self.bar else print(text, flush=True)
-            except BrokenPipeError:  # `| head` has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            except OSError:  # a terminal that is gone, a full disk
-                pass
+            if self.bar:
+                self.bar.clear()
+            say(text)
 
     def progress(self, it, text):
         """ where training stands after `it` steps: in the bar on a terminal, else a line """

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, configure, die  # noqa: E402
+from configurator import configure, run_main  # noqa: E402
 from data.corpus import CorpusConfig, load_rows, split_off_val, write_rows  # noqa: E402
 
 FILE_TOKENS = 0.6e9  # of each of the 14 files of 2.15 GB there are more than this
@@ -27,7 +27,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, OSError) as e:
-        die(e)
+    run_main(main)

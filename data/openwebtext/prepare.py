@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, configure, die  # noqa: E402
+from configurator import UserError, configure, run_main  # noqa: E402
 from data.corpus import CorpusConfig, load_rows, write_rows  # noqa: E402
 
 # the revision that holds the text as parquet: the script that the repository had before is no longer run by datasets
@@ -34,7 +34,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, OSError) as e:
-        die(e)
+    run_main(main)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, configure, die  # noqa: E402
+from configurator import configure, run_main  # noqa: E402
 from data import tokenizers  # noqa: E402
 from data.shakespeare_char.prepare import SHA256, URL, PrepareConfig, read_text, split_text  # noqa: E402
 from data.writer import write_dataset  # noqa: E402
@@ -23,7 +23,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, OSError) as e:
-        die(e)
+    run_main(main)

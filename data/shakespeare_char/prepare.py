@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, configure, die  # noqa: E402
+from configurator import FilePath, UserError, configure, run_main  # noqa: E402
 from data.tokenizers import Char  # noqa: E402
 from data.writer import write_dataset  # noqa: E402
 from files import replacing  # noqa: E402
@@ -24,7 +24,7 @@ SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    input: str = ''  # a copy of the text ('' = download it)
+    input: FilePath = ''  # a copy of the text ('' = download it)
 
 
 def read_text(path):
@@ -66,7 +66,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, OSError) as e:
-        die(e)
+    run_main(main)

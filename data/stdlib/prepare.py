@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, die  # noqa: E402
+from configurator import UserError, run_main  # noqa: E402
 from data.writer import write_dataset  # noqa: E402
 
 LEFT_OUT = {'test', 'tests', 'idlelib', 'site-packages', 'dist-packages', '__pycache__', '_bundled'}
@@ -54,7 +54,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, OSError) as e:
-        die(e)
+    run_main(main)

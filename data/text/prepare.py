@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, configure, die, require  # noqa: E402
+from configurator import FilePath, UserError, configure, require, run_main, say  # noqa: E402
 from data.writer import folder_of, write_corpus  # noqa: E402
 
 PIECE = 2**22  # bytes of a range; longer files are cut
@@ -31,7 +31,7 @@ LINE_END = re.compile(rb'\S\n(?=[^\s/])')
 @dataclass(frozen=True)
 class TextConfig:
     tokenizer: Literal['gpt2', 'cl100k_base', 'o200k_base', 'byte', 'char'] = 'gpt2'  # char = the characters of the text itself
-    name: str = 'mine'  # the dataset: a folder of data/, or a path
+    name: FilePath = 'mine'  # the dataset: a folder of data/, or a path
     val_fraction: float = 0.1  # of the text
     num_proc: int = 0  # processes (0 = all cores)
 
@@ -186,11 +186,8 @@ def main():
     splits = {which: ranges(spans) for which, spans in split(documents, config.val_fraction).items()}
     tokenizer = {'name': config.tokenizer} if chars is None else {'name': 'char', 'chars': ''.join(sorted(chars))}
     write_corpus(folder, splits, read_spans, tokenizer, source, sum(size for _, size, _ in documents), num_proc=config.num_proc)
-    print(f"next: python train.py --dataset={config.name}")
+    say(f"next: python train.py --dataset={config.name}")
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except (UserError, OSError) as e:
-        die(e)
+    run_main(main)
