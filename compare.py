@@ -28,10 +28,9 @@ from comparison.runs import read_state, run_all, run_config, train_config
 from comparison.timeshare import profile
 from configurator import UserError, configure, die, require, run_main, say
 from data.tokens import Dataset, prepare_if_missing
-from files import read_json, write_json
+from files import InUse, lock, read_json, write_json
 from model import FFNS
 from train import TrainConfig
-from training.rundir import InUse, lock
 
 TUNING_SEED = 10**6  # above `seed`: the runs that choose a learning rate are never those of the report
 MAX_TUNING_STEPS = 6  # extensions of the grid of learning rates

@@ -35,6 +35,7 @@ from training.machine import (
     choose_device,
     choose_micro_batch_size,
     describe_machine,
+    dtype_name,
     fit_micro_batch,
     use_step_graph,
     versions,
@@ -76,7 +77,7 @@ class TrainConfig(GPTConfig):
     eval_interval: int = 360  # steps between evaluations; the first is before training, the last step is always evaluated
     eval_tokens: int = 131072  # validation tokens per evaluation, always the same ones (0 = the whole split)
     eval_only: bool = False  # evaluate the run's newest checkpoint, or the weights of init_from, write nothing, and stop
-    target_loss: float = 0.0  # stop once the validation loss is this low (0 = never)
+    target_loss: float = 0.0  # stop once the validation loss is below this (0 = never)
     log_interval: int = 10  # steps between lines of training loss
     checkpoint_interval: int = 0  # steps between checkpoints (0 = at each evaluation); the last step is always saved
     keep_checkpoints: int = 2  # newest ones kept, besides best.pt
@@ -121,7 +122,7 @@ def main():
 
     data = open_dataset(config, processes)
     config = replace(config, vocab_size=config.vocab_size or data.meta['vocab_size'])
-    start = rundir.choose_start(config, data, processes)
+    start = rundir.choose_start(config, data, processes, dtype)
     if start.finished:
         return processes.leave()
     model = GPT(config, config.seed).to(device)
@@ -151,8 +152,8 @@ def main():
     # tokens that fit into a tenth of what is free on the GPU live there
     if device.type == 'cuda' and data.tokens['train'].nbytes < torch.cuda.mem_get_info(device)[0] / 10:
         data.keep_on(device)
-    machine = describe_machine(device, processes.world_size) | {'dtype': str(dtype).removeprefix('torch.'), 'compile': compiled}
-    tracker = Tracker(processes.rank == 0, config, start.iter, describe_run(config, data, machine))
+    machine = describe_machine(device, processes.world_size) | {'dtype': dtype_name(dtype), 'compile': compiled}
+    tracker = Tracker(processes.rank == 0, config, start.iter, describe_run(config, data, machine, start))
     announce(config, data, machine, start, rows, tracker)
     try:
         train(config, data, rows, step, start, processes, stop_signals, tracker)
@@ -304,13 +305,14 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
         if evaluating:
             val = {'iter': it, **evaluate(step.model, data, config, processes, device, step.dtype)}
             is_best, best_val = it > start.iter and val['val/loss'] < best_val, min(best_val, val['val/loss'])
-            last = last or val['val/loss'] <= config.target_loss
+            last = last or val['val/loss'] < config.target_loss
             if is_main:
                 log_evaluation(val, data, step, clock.seconds, tracker)
         if is_main and (saving or is_best or last):
             saver.save({**step.state_dict(), 'iter': it, 'seconds': clock.seconds, 'val': val, 'best_val': best_val,
-                        'config': {**asdict(config), **start.identity}, 'tokenizer': data.meta['tokenizer'],
-                        'world_size': processes.world_size, 'versions': versions()}, is_best, insist=stop or last)
+                        'config': {**asdict(config), **start.identity}, 'schedule': start.schedule, 'dtype': dtype_name(step.dtype),
+                        'tokenizer': data.meta['tokenizer'], 'world_size': processes.world_size, 'versions': versions()},
+                       is_best, insist=stop or last)
         if evaluating or saving:
             clock.resume()
         if last or stop:

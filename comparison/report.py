@@ -40,11 +40,18 @@ def read_run(out_dir):
             'tokens_per_sec': statistics.median(speeds) if speeds else None}
 
 
+def machines_of(run):
+    """ all that it was trained on, in turn """
+    return [*run.get('earlier_machines', []), run['machine']]
+
+
 def check_equal(runs, may_differ):
     """ raise UserError, naming two runs and the setting, unless all differ in nothing but may_differ and what cannot change a loss """
     def settings(run, but):
-        return {**{key: value for key, value in run['config'].items() if key not in IGNORED | but},
-                'data fingerprint': run['data']['fingerprint'], 'dtype': run['machine']['dtype']}
+        schedule = run.get('schedule', [])
+        out = {**run['config'], 'stretched schedule': schedule if len(schedule) > 1 else None,
+               'data fingerprint': run['data']['fingerprint'], 'dtype': ', then '.join(m['dtype'] for m in machines_of(run))}
+        return {key: value for key, value in out.items() if key not in IGNORED | but}
 
     def same(a, b, but, why):
         a_settings, b_settings = settings(a, but), settings(b, but)
@@ -150,8 +157,7 @@ def make_results(runs, baseline, margin, plan, missing=()):
     finite_losses = {ffn: [loss for loss in row['losses'].values() if math.isfinite(loss)] for ffn, row in ffns.items()}
     for ffn, row in ffns.items():
         row['paired'] = judged.get(ffn) and judged[ffn] | {'p_welch': welch(finite_losses[ffn], finite_losses[baseline])}
-    machines = {(m['device_name'], m['world_size'], m['dtype'], m['compile'], m['versions']['torch'], m['git']): m
-                for m in (run['machine'] for run in finished)}
+    machines = {describe_machine(machine): machine for run in finished for machine in machines_of(run)}
     return {
         'plan': plan, 'baseline': baseline, 'margin': margin, 'recipe': 'tuned' if plan.get('tuning') else 'fixed recipe',
         'matched': all(abs(row['mismatch']['excess']) <= MATCHED for row in ffns.values()),
@@ -354,12 +360,16 @@ def describe_hidden(results):
     return [*lines, "![dead units, zeros, gates](health.png)"]
 
 
+def describe_machine(m):
+    threads = f"{m['threads']} thread{'s' if m['threads'] > 1 else ''}, " if m.get('device') == 'cpu' and m.get('threads') else ""
+    return (f"{m['device_name']}, {m['world_size']} process{'es' if m['world_size'] > 1 else ''} per run, {threads}{m['dtype']}, "
+            f"{'compiled' if m['compile'] else 'eager'}, torch {m['versions']['torch']}, commit {(m['git'] or 'unknown')[:12]}.")
+
+
 def describe_making(results):
     plan = results['plan']
     lines = [f"    {plan['command']}"]
-    for m in results['machines']:
-        lines.append(f"{m['device_name']}, {m['world_size']} process{'es' if m['world_size'] > 1 else ''} per run, {m['dtype']}, "
-                     f"{'compiled' if m['compile'] else 'eager'}, torch {m['versions']['torch']}, commit {(m['git'] or 'unknown')[:12]}.")
+    lines += map(describe_machine, results['machines'])
     if len({m['device_name'] for m in results['machines']}) > 1:
         lines.append("The runs are not all of one kind of machine: do not compare their tokens/s and seconds.")
     if plan.get('jobs', 1) > 1:

@@ -15,9 +15,9 @@ from dataclasses import asdict, fields, replace
 from comparison.report import IGNORED
 from configurator import UserError, say
 from data.writer import cpu_count
-from files import read_json
+from files import InUse, lock, read_json
 from train import TrainConfig
-from training.rundir import InUse, changed_settings, lock
+from training.rundir import changed_settings
 from training.tracking import duration, last_record
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -230,7 +230,7 @@ def test_older_checkpoints(script, trained, tmp_path, tiny_data):
     args = [*TINY, f'--dataset={tiny_data}']
     assert script('sample.py', '--max_new_tokens=5').out
     assert 'val loss' in script('train.py', *args, '--eval_only', '--loss_chunks=2').out
-    assert 'continued from iter 20' in script('train.py', *args, '--max_iters=22').out
+    assert 'continued from iter 20' in script('train.py', *args, '--max_iters=22', '--lr_decay_iters=20').out
 
 
 def test_bfloat16_ends_near_float32(script, tiny_data, tmp_path):

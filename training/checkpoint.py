@@ -6,6 +6,7 @@ temporary file, synced, renamed, and verified by its CRC-32 when read, which tor
 """
 
 import contextlib
+import errno
 import functools
 import glob
 import os
@@ -18,14 +19,27 @@ from configurator import NO_SPACE, UserError, say
 from files import replacing
 
 
-class NoSpace(UserError):
+class NotSaved(UserError):
     """ a checkpoint could not be written; those before it are as they were """
+
+
+class Unreadable(UserError):
+    """ a checkpoint that may be good, but cannot be read now """
+
+
+class NotFinite(UserError):
+    """ a checkpoint of a run that had diverged """
 
 
 def paths(out_dir):
     """ the checkpoints in out_dir, oldest first (best.pt is apart) """
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
     return [os.path.join(out_dir, name) for name in sorted(names) if re.fullmatch(r'ckpt_\d{8}\.pt', name)]
+
+
+def step_of(path):
+    """ how many steps had been taken when a checkpoint of paths() was written """
+    return int(re.search(r'(\d{8})\.pt$', path)[1])
 
 
 class ErrorKeeper:
@@ -46,7 +60,7 @@ class ErrorKeeper:
 
 
 def write_state(path, state):
-    """ Raises NoSpace when the disk or a quota is full; nothing of the new file is left then. """
+    """ Raises NotSaved when the disk is full, or fails; nothing of the new file is left then. """
     keeper = None
     try:
         with replacing(path) as file:
@@ -54,13 +68,15 @@ def write_state(path, state):
             torch.save(state, keeper)
     except (OSError, RuntimeError) as e:
         error = keeper and keeper.error or e
-        if getattr(error, 'errno', None) not in NO_SPACE:
+        if not isinstance(error, OSError):
             raise
-        raise NoSpace(f"could not save {path}: {error.strerror}; earlier checkpoints are intact") from None
+        raise NotSaved(f"could not save {path}: {error.strerror}; earlier checkpoints are intact", error.errno in NO_SPACE) from None
 
 
 def save(out_dir, state, keep, is_best=False):
-    """ Write ckpt_<iter>.pt, make it best.pt too if is_best, then drop all but the newest `keep`. Raises NoSpace. """
+    """ Write ckpt_<iter>.pt, make it best.pt too if is_best, then drop all but the newest `keep`. Raises NotSaved. """
+    with contextlib.suppress(OSError):
+        os.makedirs(out_dir, exist_ok=True)  # somebody may have moved it away
     path = os.path.join(out_dir, f"ckpt_{state['iter']:08d}.pt")
     write_state(path, state)
     if is_best:  # a second name for the same bytes; a copy where the file system has no hard links
@@ -77,26 +93,31 @@ def save(out_dir, state, keep, is_best=False):
 
 
 class Saver:
-    """ saves the checkpoints of a run; a full disk is a warning twice in a row, and an error the third time """
+    """ saves the checkpoints of a run; a disk that is full or fails is a warning twice in a row, and an error the third time """
 
     def __init__(self, out_dir, keep, tracker):
         self.out_dir, self.keep, self.tracker, self.failures = out_dir, keep, tracker, 0
 
     def save(self, state, is_best, insist):
-        """ as save() does; insist: a full disk is an error at once """
+        """ as save() does; insist: what goes wrong is an error at once """
         self.tracker.sync()
         try:
             save(self.out_dir, state, self.keep, is_best)
             self.failures = 0
-        except NoSpace as e:
+        except NotSaved as e:
+            text, is_full = e.args
             self.failures += 1
             if insist or self.failures == 3:
-                raise UserError(f"{e}; make room, then the same command continues from the newest") from None
-            self.tracker.say(f"warning: {e}; training goes on, and the next save is at the next interval")
+                way_out = "make room" if is_full else "mend that"
+                raise UserError(f"{text}; {way_out}, then the same command continues from the newest") from None
+            self.tracker.say(f"warning: {text}; training goes on, and the next save is at the next interval")
 
 
 def load(path, device='cpu'):
-    """ The checkpoint at path, every byte verified. Raises UserError for a damaged or foreign file; runs nothing from it. """
+    """
+    The checkpoint at path, every byte verified. Raises UserError for a damaged or foreign file, and runs nothing from it; Unreadable
+    where it could not be read, which says nothing about it; NotFinite where a tensor is not.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -104,21 +125,64 @@ def load(path, device='cpu'):
     except FileNotFoundError:
         raise UserError(f"no checkpoint {path}") from None
     except Exception as e:  # whatever a damaged zip or a refused pickle raises
+        if why := cannot_be_read(path, e):
+            raise Unreadable(f"cannot read {path}: {why}; nothing was changed") from None
         raise UserError(f"{path} is damaged or not a checkpoint of ours ({type(e).__name__})") from None
     if damaged:
         raise UserError(f"{path} is damaged (CRC of {damaged})")
     if not isinstance(state, dict) or not {'model', 'config', 'iter'} <= state.keys():
         raise UserError(f"{path} is not a checkpoint of ours")
+    if name := not_finite(state):
+        raise NotFinite(f"{path}: {name} is not finite, the run had diverged")
     return state
 
 
+def cannot_be_read(path, error):
+    """ the reason, if `error` in reading it is not the fault of what is in the file """
+    if isinstance(error, MemoryError) or 'memory' in str(error):
+        return "not enough memory"
+    try:  # zipfile says of what it could not read that it is no zip file
+        with open(path, 'rb') as file:
+            while file.read(2**24):
+                pass
+    except OSError as e:
+        return e.strerror
+    # a damaged file leads to seeks that are none; anything else is the disk's, or the system's, and has passed
+    return error.strerror if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOVERFLOW) else None
+
+
+def not_finite(state):
+    """ the name of the first tensor of the model or its optimizers that is not finite, or None """
+    for part in ('model', 'optimizers'):
+        for name, tensor in named_tensors(state.get(part), part):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return name
+
+
+def named_tensors(value, name):
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(item, f'{name}.{key}')
+
+
 def load_latest(out_dir, say=say):
-    """ -> (path, state) of the newest checkpoint that is whole, else (None, None); the ones skipped are named """
+    """
+    -> (path, state) of the newest checkpoint that is whole, else (None, None); the ones skipped are named. What cannot be read is not
+    skipped, and what had diverged is not begun anew: both raise.
+    """
+    diverged = None
     for path in reversed(paths(out_dir)):
         try:
             return path, load(path)
+        except Unreadable:
+            raise
         except UserError as e:
             say(f"skipping a checkpoint: {e}")
+            diverged = e if isinstance(e, NotFinite) else diverged
+    if diverged:
+        raise diverged
     return None, None
 
 
@@ -133,6 +197,8 @@ def find(out_dir):
     if os.path.exists(best):
         try:
             return best, load(best)
+        except Unreadable:
+            raise
         except UserError as e:
             say(f"skipping a checkpoint: {e}", stream='stderr')
     path, state = load_latest(out_dir, say=functools.partial(say, stream='stderr'))

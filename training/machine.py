@@ -275,7 +275,7 @@ def peak_flops(device_name, dtype):
     """ peak FLOP/s of a GPU by name and torch dtype (float32 runs as TF32 where there is TF32), or None where it is not known """
     words = device_name.replace('-', ' ').split()
     for (name, kind), peak in PEAK_FLOPS.items():
-        if 'Laptop' not in words and kind == str(dtype).removeprefix('torch.') and all(word in words for word in name.split()):
+        if 'Laptop' not in words and kind == dtype_name(dtype) and all(word in words for word in name.split()):
             return peak
     return None
 
@@ -301,13 +301,18 @@ def device_name(device):
     return platform.processor() or platform.machine()
 
 
+def dtype_name(dtype):
+    return str(dtype).removeprefix('torch.')
+
+
 def versions():
     return {'python': platform.python_version(), 'torch': str(torch.__version__), 'numpy': numpy.__version__}
 
 
 def describe_machine(device, world_size):
     return {'device': str(device), 'device_name': device_name(device), 'world_size': world_size, 'host': socket.gethostname(),
-            'argv': sys.argv, 'git': git_state(), 'environment': {key: os.environ[key] for key in ENVIRONMENT if key in os.environ},
+            'threads': torch.get_num_threads(), 'argv': sys.argv, 'git': git_state(),
+            'environment': {key: os.environ[key] for key in ENVIRONMENT if key in os.environ},
             'versions': versions()}
 
 

@@ -24,9 +24,25 @@ def learning_rate(it, config):
     if config.schedule == 'cosine':
         height = 0.5 * (1 + math.cos(math.pi * (it - warmup) / (end - warmup)))
     else:
-        start = max(warmup, end - round(config.decay_fraction * end))  # where wsd begins to fall
+        start = wsd_start(config, warmup, end)
         height = 1.0 if it <= start else (end - it) / (end - start)
     return config.min_lr + height * (config.learning_rate - config.min_lr)
+
+
+def describe_schedule(config):
+    """ in words """
+    end = config.lr_decay_iters or config.max_iters
+    warmup = min(config.warmup_iters, end)
+    rise = f"{config.learning_rate:g} after {warmup:,} steps of warm-up"
+    if config.schedule == 'constant':
+        return rise
+    start, how = (wsd_start(config, warmup, end), "linearly") if config.schedule == 'wsd' else (warmup, "as a cosine")
+    return f"{rise}, falling {how} from step {start:,} to {config.min_lr:g} at step {end:,}"
+
+
+def wsd_start(config, warmup, end):
+    """ the step from which wsd falls """
+    return max(warmup, end - round(config.decay_fraction * end))
 
 
 def configure_optimizers(model, config, device, dtype=torch.float32):

@@ -8,15 +8,16 @@ from training.accounting import components, table, totals
 from training.evaluation import describe_val
 from training.health import ffn_health
 from training.machine import autocast, device_name, peak_flops, peak_memory
-from training.optimizer import learning_rate
+from training.optimizer import describe_schedule, learning_rate
 from training.tracking import duration
 
 HEALTH_TOKENS = 2**12  # validation tokens that the FFN diagnostics see
 
 
-def describe_run(config, data, machine):
+def describe_run(config, data, machine, start):
     """ what run.json holds """
-    return {'config': asdict(config), 'components': components(config), 'total': totals(components(config)), 'machine': machine,
+    rows = components(config)
+    return {'config': asdict(config), 'schedule': start.schedule, 'components': rows, 'total': totals(rows), 'machine': machine,
             'data': {'dataset': config.dataset, 'fingerprint': data.fingerprint, 'tokenizer': data.meta['tokenizer']['name'],
                      'vocab_size': data.meta['vocab_size'], 'tokens': data.meta['tokens'], 'bytes': data.meta['bytes']}}
 
@@ -30,6 +31,7 @@ def announce(config, data, machine, start, rows, tracker):
                 f"vocabulary {data.meta['vocab_size']:,}, fingerprint {data.fingerprint}")
     tracker.say(f"batch    {B} x {T} = {B * T:,} tokens per step (processes {machine['world_size']} x micro-batches {len(rows)} x "
                 f"sequences {len(rows[0])}); {config.max_iters:,} steps are {config.max_iters * B * T / tokens['train']:.2f} epochs")
+    tracker.say(f"rate     {describe_schedule(config)}")
     tracker.say(f"machine  {machine['device']} ({machine['device_name']}), {machine['dtype']}, "
                 f"{'compiled' if machine['compile'] else 'eager'}")
     tracker.say(f"run      {config.out_dir}, {origin}; "

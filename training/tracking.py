@@ -29,17 +29,30 @@ def default_out_dir(config):
 
 def read_metrics(path, up_to=None):
     """ the records of a metrics.jsonl, those with iter <= up_to; a torn last line is left out """
-    records = []
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if up_to is None or record['iter'] <= up_to:
-                    records.append(record)
-    return records
+    records = [record for record in map(parse_record, read_lines(path)) if record]
+    return [record for record in records if up_to is None or record['iter'] <= up_to]
+
+
+def parse_record(line):
+    """ {} for what is none """
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get('iter'), int):
+            return record
+    return {}
+
+
+def read_lines(path, last=0):
+    """ of a file, or of its last bytes; none when there is no such file, a UserError when it cannot be read """
+    try:
+        with open(path, 'rb') as file:
+            if last:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+            return file.read().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}; nothing was changed") from None
 
 
 def start_wandb(config, say, /, **options):
@@ -88,13 +101,13 @@ def stop_wandb():
 
 def last_record(path):
     """ the last whole record of a metrics.jsonl, {} when there is none """
-    if os.path.exists(path):
-        with open(path, 'rb') as file:
-            file.seek(max(0, os.path.getsize(path) - 2**18))  # more than a record
-            for line in reversed(file.read().splitlines()):
-                with contextlib.suppress(ValueError):
-                    return json.loads(line)
-    return {}
+    return next(filter(None, map(parse_record, reversed(read_lines(path, last=2**18)))), {})  # more bytes than a record has
+
+
+def same_machine(a, b):
+    """ as far as speed and the last digits go """
+    keys = ('device_name', 'world_size', 'dtype', 'compile', 'threads', 'versions', 'git')
+    return all(a[key] == b[key] for key in keys if key in a and key in b)
 
 
 class Tracker:
@@ -111,12 +124,16 @@ class Tracker:
             return
         path = os.path.join(self.out_dir, 'metrics.jsonl')
         kept = read_metrics(path, up_to=start_iter) if start_iter else []
+        before = read_json(os.path.join(self.out_dir, 'run.json'))  # all is read before anything is changed
         with replacing(path) as file:
             file.write(''.join(json.dumps(record) + '\n' for record in kept).encode())
         self.file, self.unwritten, self.warned = open(path, 'ab', buffering=0), b'', False
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.out_dir, 'summary.json'))  # of the shorter run that is being continued
-        run['wandb_id'] = read_json(os.path.join(self.out_dir, 'run.json')).get('wandb_id')
+        run['wandb_id'] = before.get('wandb_id')
+        run['earlier_machines'] = before.get('earlier_machines', []) if start_iter else []
+        if start_iter and before and not same_machine(before['machine'], run['machine']):
+            run['earlier_machines'].append({**before['machine'], 'until_iter': start_iter})
         self.start_wandb(config, run)
         write_json(os.path.join(self.out_dir, 'run.json'), run)
         if sys.stderr.isatty() and run['machine']['world_size'] == 1:
@@ -154,13 +171,15 @@ class Tracker:
     def append(self, line):
         """ to metrics.jsonl, together with what could not be written before; where that fails, nothing of it stays in the file """
         self.unwritten += line
-        size = os.fstat(self.file.fileno()).st_size
+        size = None
         try:
+            size = os.fstat(self.file.fileno()).st_size
             if self.file.write(self.unwritten) < len(self.unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.unwritten, self.warned = b'', False
         except OSError as e:
-            os.ftruncate(self.file.fileno(), size)
+            with contextlib.suppress(OSError, TypeError):  # a disk that fails, and does not even say the size
+                os.ftruncate(self.file.fileno(), size)
             if not self.warned:
                 self.say(f"warning: cannot write metrics.jsonl ({e.strerror}); what it should hold is kept in memory and tried again")
             self.warned = True
