@@ -29,6 +29,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
+
 import numpy as np
 import torch
 

@@ -21,6 +21,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
+
 from bench import step_times
 from comparison.matching import matched_width, scale_lr, stretch
 from comparison.report import add_profile, finite, headline, log_to_wandb, make_results, match_line, read_run, summary_table, write_report
@@ -157,7 +159,7 @@ def tune(variants, config, folder, train):
 
 def make_report(config, folder, dirs, plan, idle=True):
     """ report from the run directories that exist, with what plan says about them; times are measured only on an idle machine """
-    missing = [] if config.runs else [path for path in dirs if not os.path.exists(os.path.join(path, 'run.json'))]
+    missing = [] if config.runs else [path for path in dirs if not read_json(os.path.join(path, 'run.json'))]
     runs = [read_run(path) for path in dirs if path not in missing]
     results = make_results(runs, config.baseline or plan.get('baseline'), config.margin, plan, missing)
     configs = {run['ffn']: TrainConfig(**run['config']) for run in runs if run['ffn'] in results['ffns']}

@@ -24,6 +24,7 @@ import sys
 import typing
 import warnings
 
+TORCHRUN = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')  # what it sets in each process
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -71,7 +72,7 @@ def configure(config_class, argv=None, doc='', implied=None):
     try:
         return parse(config_class, argv, implied)
     except UserError as e:
-        die(e)
+        die(once_per_machine(str(e)))
 
 
 def with_defaults(config_class, saved):
@@ -94,33 +95,32 @@ def silence(stream):
 
 
 def die(error):
-    """ Print `error: ...` (once per machine under torchrun) and exit 2. """
-    if os.environ.get('LOCAL_RANK', '0') == '0':
+    """ Print `error: ...`, unless there is nothing to say, and exit 2. """
+    if str(error):
         say(f'error: {error}', stream='stderr')
     sys.exit(2)
 
 
-def run_main(main, explain=lambda error: None):
+def once_per_machine(text):
+    """ text; '' in all but one of the processes that torchrun has started on this machine, which all make the same mistake """
+    return text if os.environ.get('LOCAL_RANK') == '0' or not all(map(os.environ.get, TORCHRUN)) else ''
+
+
+def run_main(main, explain=None):
     """
     What a script ends with: main(), and one line for what is wrong with its surroundings, on whatever streams there are.
-    explain(exception) -> that line, or None where it is a bug.
+    explain: instead of what_is_wrong.
     """
     mend_streams()
     try:
         main()
-    except UserError as e:
-        die(e)
     except BrokenPipeError:
         sys.exit(1)
-    except OSError as e:
-        if not e.filename and e.errno not in NO_SPACE:
-            raise
-        room = "; make room, then the same command continues" if e.errno in NO_SPACE else ""
-        die(f"{e.filename or 'a file'}: {e.strerror}{room}")
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as e:
-        if (text := explain(e)) is None:
+        text = (explain or what_is_wrong)(e)
+        if text is None:
             raise
         die(text)
     finally:
@@ -129,6 +129,16 @@ def run_main(main, explain=lambda error: None):
                 stream.flush()
             except OSError:  # or Python says so, and leaves with a status of its own
                 silence(stream)
+
+
+def what_is_wrong(error):
+    """ the line for an exception, or None for a bug, whose traceback is wanted """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and (error.filename or error.errno in NO_SPACE):
+        room = "; make room, then the same command continues" if error.errno in NO_SPACE else ""
+        return f"{error.filename or 'a file'}: {error.strerror}{room}"
+    return None
 
 
 def mend_streams():

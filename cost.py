@@ -9,8 +9,12 @@ Every setting of train.py is taken, so every file in config/ works here.
 """
 
 import json
+import os
+import sys
 from dataclasses import dataclass, replace
 from typing import Literal
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
 
 from configurator import configure, run_main, say
 from model import GPTConfig

@@ -10,7 +10,10 @@ The folder computes what the run computes. It holds config.json, model.safetenso
 
 import os
 import shutil
+import sys
 from dataclasses import dataclass
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
 
 import torch
 

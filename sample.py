@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
+
 import torch
 
 from configurator import FilePath, UserError, configure, require, run_main, say
@@ -159,15 +161,19 @@ def sample(logits, temperature, top_k, top_p, generator):
 
 
 def read_prompt(start):
-    if start == '-':
-        return sys.stdin.read()
-    if start.startswith('FILE:'):
-        try:
-            with open(os.path.expanduser(start[5:]), encoding='utf-8') as file:
-                return file.read()
-        except (OSError, ValueError) as e:
-            raise UserError(f"cannot read the prompt {start[5:]}: {e}") from None
-    return start
+    """ text, or what the file behind FILE: or standard input (-) holds, as UTF-8 whatever the terminal's encoding is """
+    if start != '-' and not start.startswith('FILE:'):
+        return start
+    name = "standard input" if start == '-' else start[5:]
+    try:
+        if start == '-':
+            return sys.stdin.buffer.read().decode()
+        with open(os.path.expanduser(name), 'rb') as file:
+            return file.read().decode()
+    except UnicodeDecodeError as e:
+        raise UserError(f"the prompt, {name}, is not UTF-8 text (byte {e.start}); convert it, as with iconv -f latin1 -t utf8") from None
+    except OSError as e:
+        raise UserError(f"cannot read the prompt, {name}: {e.strerror}") from None
 
 
 def main():

@@ -17,10 +17,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import FilePath, UserError, configure, one_line, require, run_main
+from configurator import FilePath, UserError, configure, one_line, require, run_main, what_is_wrong
 from data.tokens import Dataset, prepare_if_missing
 from model import GPT, GPTConfig
 from training import checkpoint, rundir
@@ -42,7 +44,7 @@ from training.machine import (
 )
 from training.optimizer import SpikeGuard, configure_optimizers, learning_rate, set_learning_rate
 from training.pretrained import implied_by_weights, load_gpt2
-from training.processes import Processes, watch_signals
+from training.processes import Processes, once, watch_signals
 from training.records import announce, describe_run, log_evaluation, log_step, summarize
 from training.tracking import Tracker, default_out_dir
 
@@ -89,7 +91,7 @@ class TrainConfig(GPTConfig):
     deterministic: Literal['auto', True, False] = 'auto'  # the same bits from the same run again (auto = on a CPU; slower on a GPU)
     # wandb
     wandb: Literal['auto', 'online', 'offline', 'disabled'] = 'auto'  # auto = online where a key is configured, else offline
-    wandb_project: str = 'nanoffn'  # wandb project
+    wandb_project: str = ''  # wandb project ('' = nanoffn). Where a setting is empty, wandb's own variable counts: WANDB_PROJECT, ...
     wandb_entity: str = ''  # user or team that the project belongs to ('' = your default)
     wandb_name: str = ''  # run name ('' = <ffn>-s<seed>)
     wandb_group: str = ''  # runs that belong together
@@ -341,11 +343,13 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
 
 
 def explain(error):
-    """ what to say of an exception that is neither a UserError nor a bug; else None """
+    """ as what_is_wrong, said by one process """
+    text = what_is_wrong(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory; set a smaller --micro_batch_size, which does not change the result"
-    if type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
-        return f"torch.compile failed ({one_line(error)}); use --compile=False"
+        text = "out of memory; set a smaller --micro_batch_size, which does not change the result"
+    elif type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
+        text = f"torch.compile failed ({one_line(error)}); use --compile=False"
+    return text and once(text)
 
 
 if __name__ == '__main__':

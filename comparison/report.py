@@ -14,7 +14,7 @@ from configurator import UserError, one_line, say
 from files import read_json, replacing, write_json
 from model import FFNS, config_from
 from training.rundir import MAY_CHANGE
-from training.tracking import duration, read_metrics, start_wandb, stop_wandb
+from training.tracking import duration, read_metrics, start_wandb, stop_wandb, wandb_dir
 
 MATCHED, NOTABLE = 0.01, 0.0025  # mismatch above which nothing is called matched, and above which it is pointed out
 # settings that may change when a run is continued, but not between the runs of a comparison
@@ -436,7 +436,8 @@ def finite(value):
 
 def log_to_wandb(folder, results, config):
     """ one more run in the group of the runs: tables, plots, verdicts, the report itself. Whatever fails there costs a warning. """
-    run = start_wandb(config, say, name='report', group=os.path.basename(folder), job_type='report', dir=folder,
+    run = start_wandb(config, say, name='report', group=os.path.basename(folder), job_type='report',
+                      dir=wandb_dir(folder),
                       config={**results['config'], 'match': results['plan']['match'], 'baseline': results['baseline']})
     if not run:
         return

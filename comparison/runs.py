@@ -18,9 +18,10 @@ from data.writer import cpu_count
 from files import InUse, lock, read_json
 from train import TrainConfig
 from training.rundir import changed_settings
-from training.tracking import duration, last_record
+from training.tracking import IDENTITY, duration, last_record
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LOCK_PATIENCE = 60  # seconds that a run waits for its directory
 STATUSES = ('done', 'running', 'left', 'diverged', 'failed')
 
 
@@ -67,7 +68,7 @@ def launch(config, slot, n_gpus, jobs):
     command, processes = [sys.executable], max(1, n_gpus // jobs)
     if processes > 1:
         command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
-    env = dict(os.environ)
+    env = {key: value for key, value in os.environ.items() if key not in IDENTITY}
     if jobs > 1:
         env.setdefault('OMP_NUM_THREADS', str(max(1, cpu_count() // jobs)))
     if jobs > 1 and n_gpus:
@@ -92,7 +93,7 @@ def run_all(configs, fingerprint, n_gpus, jobs, title):
     states = [read_state(config, fingerprint) for config in configs]
     board = Board(title, configs, states)
     waiting = [i for i, state in enumerate(states) if state['status'] == 'left']
-    running, signals = {}, []
+    running, held, signals = {}, {}, []
 
     def on_signal(number, frame):
         signals.append(number)
@@ -110,8 +111,14 @@ def run_all(configs, fingerprint, n_gpus, jobs, title):
                     i = waiting.pop(0)
                     try:
                         lock(configs[i].out_dir).close()
-                    except InUse:  # by a run of an earlier start that is still saving: come back later
-                        waiting.append(i)
+                    except InUse as e:  # perhaps by a run of an earlier start that is still saving: come back later
+                        if i not in held:
+                            held[i] = time.monotonic()
+                            board.say(f"waiting: {e}")
+                        if time.monotonic() < held[i] + LOCK_PATIENCE:
+                            waiting.append(i)
+                        else:
+                            states[i] |= {'status': 'failed', 'message': str(e)}
                         continue
                     except UserError as e:
                         states[i] |= {'status': 'failed', 'message': str(e)}
@@ -125,7 +132,10 @@ def run_all(configs, fingerprint, n_gpus, jobs, title):
             time.sleep(0.5)
             for slot, (i, process) in list(running.items()):
                 rc = process.poll()
-                states[i] = read_state(configs[i], fingerprint)
+                try:
+                    states[i] = read_state(configs[i], fingerprint)
+                except UserError as e:  # the disk does not answer now
+                    states[i] |= {'status': 'failed', 'message': str(e)}
                 if rc is None:
                     states[i]['status'] = 'running'
                     continue
@@ -184,6 +194,11 @@ class Board:
         if state['status'] == 'running' or state['status'] == 'left' and state['fraction']:
             return f"{state['fraction']:.0%}" + ('' if state['status'] == 'running' else ' left')
         return '·' if state['status'] == 'left' else state['status']
+
+    def say(self, text):
+        """ a line that stays; the table is drawn anew below it """
+        say(text)
+        self.height = 0
 
     def draw(self, states, stopping):
         if not sys.stdout.isatty():

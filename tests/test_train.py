@@ -216,7 +216,7 @@ def test_unusable_settings(script, tiny_data, tmp_path):
         result = script('train.py', *TINY, f'--dataset={tiny_data}', *flags, ok=False)
         assert result.rc == 2 and result.err.startswith('error: ') and words in result.err and result.err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
-    error = script('train.py', *TINY, f'--dataset={tiny_data}', '--batch_size=9', ok=False, env={'WORLD_SIZE': '2'}).err
+    error = script('train.py', *TINY, f'--dataset={tiny_data}', '--batch_size=9', ok=False, env={'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': '1'}).err
     assert 'error: batch_size = 9: must be a multiple of 2 processes' in error
 
 

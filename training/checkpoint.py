@@ -33,7 +33,12 @@ class NotFinite(UserError):
 
 def paths(out_dir):
     """ the checkpoints in out_dir, oldest first (best.pt is apart) """
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    try:
+        names = os.listdir(out_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as e:
+        raise UserError(f"cannot read {out_dir}: {e.strerror}; nothing was changed") from None
     return [os.path.join(out_dir, name) for name in sorted(names) if re.fullmatch(r'ckpt_\d{8}\.pt', name)]
 
 
@@ -189,10 +194,13 @@ def load_latest(out_dir, say=say):
 def find(out_dir):
     """ -> (path, state) of the best checkpoint of a run, else its newest whole one, from out_dir or the newest run below out/ """
     if not out_dir:
-        found = glob.glob('out/**/ckpt_*.pt', recursive=True)
+        found = {}
+        for path in glob.glob('out/**/ckpt_*.pt', recursive=True):
+            with contextlib.suppress(OSError):  # a run that goes on has dropped it by now
+                found[path] = os.path.getmtime(path)
         if not found:
             raise UserError("no run in out/ yet; train one (python train.py config/swiglu.py) or name it with --out_dir")
-        out_dir = os.path.dirname(max(found, key=os.path.getmtime))
+        out_dir = os.path.dirname(max(found, key=found.get))
     best = os.path.join(out_dir, 'best.pt')
     if os.path.exists(best):
         try:

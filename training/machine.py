@@ -281,13 +281,18 @@ def peak_flops(device_name, dtype):
 
 
 def git_state():
-    """ the checkout's commit, with '+' for uncommitted changes; None outside a checkout """
+    """ the checkout's commit, with '+' for uncommitted changes; None where this is none, but perhaps a folder of another repository """
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    env = {key: value for key, value in os.environ.items() if not key.startswith('GIT_')}  # of a hook that this may run in
+
+    def git(*command):
+        return subprocess.run(['git', *command], cwd=here, env=env, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        commit, status = (subprocess.run(['git', *command], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-                          for command in (['rev-parse', 'HEAD'], ['status', '--porcelain']))
-        return commit + ('+' if status else '')
-    except (OSError, subprocess.SubprocessError):
+        if os.path.realpath(git('rev-parse', '--show-toplevel')) != os.path.realpath(here):
+            return None
+        return git('rev-parse', 'HEAD') + ('+' if git('status', '--porcelain') else '')
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 
@@ -296,7 +301,7 @@ def device_name(device):
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError, StopIteration):  # Linux on x86
-        with open('/proc/cpuinfo', encoding='utf-8') as file:
+        with open('/proc/cpuinfo', encoding='utf-8', errors='replace') as file:
             return next(line for line in file if line.startswith('model name')).partition(': ')[2].strip()
     return platform.processor() or platform.machine()
 

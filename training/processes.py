@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from configurator import say
+from configurator import TORCHRUN, UserError, once_per_machine, say
 
 SIGNALS = [getattr(signal, name) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGHUP') if hasattr(signal, name)]
 
@@ -31,12 +31,44 @@ def watch_signals():
     return received
 
 
+def read_ranks():
+    """ rank, world_size, local_rank: of torchrun, or of this process alone; a UserError for what another launcher has left behind """
+    found = {key: text for key in TORCHRUN if (text := os.environ.get(key, '').strip())}
+    shown = ', '.join(f'{key} = {text!r}' for key, text in found.items())
+    way_out = f"unset {' '.join(found)}, or start with torchrun"
+    try:
+        rank, world_size, local_rank = (int(found.get(key, alone)) for key, alone in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    except ValueError:
+        raise UserError(f"{shown} in the environment: these should be numbers; {way_out}") from None
+    if (world_size != 1 or rank or local_rank) and len(found) < len(TORCHRUN):
+        raise UserError(f"{shown} in the environment, but no {', '.join(key for key in TORCHRUN if key not in found)}: left by another "
+                        f"launcher? {way_out}")
+    if not 0 <= local_rank <= rank < world_size:
+        raise UserError(f"{shown} in the environment contradict each other; {way_out}")
+    tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '').strip()
+    if world_size == 1 and tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(f"srun has started this {tasks} times; let it start one torchrun on each node, as in srun --ntasks-per-node=1 "
+                        "torchrun --nproc_per_node=8 ... train.py (docs/runs.md), or unset SLURM_STEP_NUM_TASKS, if these are runs of "
+                        "their own")
+    return rank, world_size, local_rank
+
+
+def once(text):
+    """ text, with the number of the process that says it; '' when another process of the run has said the same """
+    if not dist.is_initialized():
+        return once_per_machine(text)
+    try:
+        is_first = dist.distributed_c10d._get_default_store().add(f'said {text}', 1) == 1
+    except Exception:  # the process that held the store is gone
+        is_first = True
+    return (f"rank {dist.get_rank()}: {text}" if dist.get_rank() else text) if is_first else ''
+
+
 class Processes:
     """ rank: of this one among the world_size of them all; local_rank: on its machine. All call a method at the same point. """
 
     def __init__(self):
-        self.rank, self.world_size, self.local_rank = (
-            int(os.environ.get(key, n)) for key, n in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+        self.rank, self.world_size, self.local_rank = read_ranks()
 
     def connect(self, device):
         if self.world_size > 1:

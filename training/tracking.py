@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import sys
 
 from tqdm import tqdm
@@ -21,8 +22,8 @@ def duration(seconds):
 
 def default_out_dir(config):
     """ out/<ffn>; the trials of a wandb sweep differ in more than that, and one that was preempted comes again under its id """
-    sweep, trial = os.environ.get('WANDB_SWEEP_ID'), os.environ.get('WANDB_RUN_ID')
-    if sweep and trial:
+    if sweep_trial():
+        sweep, trial = sweep_trial()
         return os.path.join('out', f'sweep-{sweep}', f'{config.ffn}-s{config.seed}-{trial}')
     return os.path.join('out', config.ffn)
 
@@ -55,9 +56,61 @@ def read_lines(path, last=0):
         raise UserError(f"cannot read {path}: {e.strerror}; nothing was changed") from None
 
 
-def start_wandb(config, say, /, **options):
-    """ a wandb run, or None when that fails; 'auto' is online when a key is configured, else offline. Never asks, never hangs. """
-    mode = config.wandb if config.wandb != 'auto' else os.environ.get('WANDB_MODE') or 'auto'
+# variables of wandb's by which a run is a certain other one. Several runs may inherit them, so they count for the trials of a sweep alone
+IDENTITY = ('WANDB_RUN_ID', 'WANDB_RESUME', 'WANDB_RESUME_FROM', 'WANDB_FORK_FROM', 'WANDB_SWEEP_ID', 'WANDB_SWEEP_PARAM_PATH')
+
+
+def sweep_trial():
+    """ (id of the sweep, id of the trial) that the agent of a wandb sweep has given to its process, else None """
+    ids = os.environ.get('WANDB_SWEEP_ID'), os.environ.get('WANDB_RUN_ID')
+    return ids if all(ids) else None
+
+
+def claim_trial(out_dir):
+    """ the id of the sweep's trial, for the first run directory of the trial that asks; None for the others, and outside a sweep """
+    if not sweep_trial():
+        return None
+    sweep, trial = sweep_trial()
+    path, here = os.path.join('out', f'sweep-{sweep}', f'.{trial}.json'), os.path.abspath(out_dir)
+    owner = read_json(path).get('out_dir', here)
+    if owner != here and os.path.isdir(owner):
+        return None
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_json(path, {'out_dir': here})
+    return trial
+
+
+def unless(setting, *variables, default=None):
+    """ the setting, if there is one; None, so that wandb takes the variable, if one is set; else our default """
+    return setting or (None if any(os.environ.get(variable) for variable in variables) else default)
+
+
+def wandb_dir(folder):
+    """ where its files go: folder, unless a variable says otherwise; the agent of a sweep sets one to where it runs """
+    if sweep_trial() and os.environ.get('WANDB_DIR') == os.getcwd():
+        return folder
+    return unless('', 'WANDB_DIR', 'WANDB_ROOT_DIR', default=folder)
+
+
+def wandb_mode(config):
+    """ what --wandb says, else the variables; 'auto' is online when a key is configured, else offline """
+    if config.wandb != 'auto':
+        return config.wandb
+    if os.environ.get('WANDB_DISABLED', '').strip().lower() in ('true', '1', 'yes', 'on'):
+        return 'disabled'
+    mode = os.environ.get('WANDB_MODE', '').strip().lower()
+    return {'': 'auto', 'dryrun': 'offline', 'run': 'online'}.get(mode, mode)
+
+
+def start_wandb(config, say, /, id=None, **options):
+    """
+    A wandb run, or None when that fails. Never asks, never hangs. options: of wandb.init; where neither they nor a setting say
+    anything, the variables that wandb reads do, but for those that say which run it is: without an id it is a new one.
+    """
+    mode = wandb_mode(config)
+    if not id or id != os.environ.get('WANDB_RUN_ID'):
+        for variable in IDENTITY:
+            os.environ.pop(variable, None)
     if mode == 'disabled':
         return None
     try:
@@ -66,10 +119,12 @@ def start_wandb(config, say, /, **options):
         say(f"warning: {e}, or --wandb=disabled; numbers stay in the folder")
         return None
     try:
-        options |= {'project': config.wandb_project, 'entity': config.wandb_entity or None, 'notes': config.wandb_notes or None,
+        options |= {'id': id or secrets.token_hex(4), 'project': unless(config.wandb_project, 'WANDB_PROJECT', default='nanoffn'),
+                    'entity': config.wandb_entity or None, 'notes': config.wandb_notes or None,
                     'tags': [tag.strip() for tag in config.wandb_tags.split(',') if tag.strip()] or None,
+                    # of git it would say where it was started; the commit of this repository is in run.json and in its config
                     'settings': wandb.Settings(console='off', silent=True, init_timeout=60, finish_timeout=120, x_graphql_retry_max=3,
-                                               x_transaction_log_flush_interval=2.0)}
+                                               x_transaction_log_flush_interval=2.0, disable_git=True)}
         try:
             if mode in ('auto', 'online') and not wandb.login(prompt=False, verify=False):  # init would ask for a key
                 if mode == 'online':
@@ -215,8 +270,9 @@ class Tracker:
     def start_wandb(self, config, run):
         """ run['wandb_id'], of a run that is continued, is asked for; then it is what wandb made of it: in a sweep the sweep decides """
         self.wandb = start_wandb(
-            config, self.say, name=config.wandb_name or f'{config.ffn}-s{config.seed}', group=config.wandb_group or None, job_type='train',
-            id=run['wandb_id'], resume='allow', dir=self.out_dir,
+            config, self.say, name=unless(config.wandb_name, 'WANDB_NAME', 'WANDB_RUN_NAME', default=f'{config.ffn}-s{config.seed}'),
+            group=config.wandb_group or None, job_type=unless('', 'WANDB_JOB_TYPE', 'WANDB_RUN_JOB_TYPE', default='train'),
+            dir=wandb_dir(self.out_dir), id=claim_trial(self.out_dir) or run['wandb_id'], resume='allow',
             config={**run['config'], 'data': run['data'], 'machine': run['machine'], 'total': run['total']})
         self.mirror(lambda: self.describe_to_wandb(run))
 

@@ -1,12 +1,15 @@
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
 
 import pytest
 
-from comparison.runs import Board, read_state
+from comparison import runs
+from comparison.runs import Board, read_state, run_all
 from configurator import UserError
+from files import lock
 from train import TrainConfig
 
 
@@ -19,6 +22,34 @@ def test_a_run_older_than_a_setting_is_kept(trained, tmp_path):
     assert read_state(config, run['data']['fingerprint'])['status'] == 'done'
     with pytest.raises(UserError, match='skip_spikes was False, now True'):
         read_state(replace(config, skip_spikes=True), run['data']['fingerprint'])
+
+
+def test_a_directory_that_stays_locked(trained, tmp_path, monkeypatch, capsys):
+    """ it is said who holds it, and after a while the run is given up; the others are not """
+    monkeypatch.setattr(runs, 'LOCK_PATIENCE', 1)
+    run = json.loads((trained / 'run.json').read_text())
+    shutil.copytree(trained, tmp_path / 'done-s1')
+    configs = [TrainConfig(**{**run['config'], 'out_dir': str(tmp_path / name)}) for name in ('held-s1', 'done-s1')]
+    held = lock(configs[0].out_dir)
+    states = run_all(configs, run['data']['fingerprint'], 0, 1, 'runs')
+    held.close()
+    out = capsys.readouterr().out
+    assert [state['status'] for state in states] == ['failed', 'done']
+    assert out.count('waiting: ') == 1 and f'in use by another run (pid {os.getpid()} on' in out and 'failed: held-s1: ' in out
+
+
+@pytest.mark.parametrize('name', ['run.json', 'summary.json', 'metrics.jsonl'])
+def test_a_file_that_cannot_be_read_is_not_a_run_that_failed(script, trained, tmp_path, name):
+    run = json.loads((trained / 'run.json').read_text())
+    shutil.copytree(trained, tmp_path / 'a')
+    (tmp_path / 'a' / name).unlink()
+    (tmp_path / 'a' / name).symlink_to('/proc/self/mem')
+    config = TrainConfig(**{**run['config'], 'out_dir': str(tmp_path / 'a')})
+    if name != 'metrics.jsonl':  # whose summary says enough
+        with pytest.raises(UserError, match=f'cannot read .*a/{name}: Input/output error; nothing was changed'):
+            read_state(config, run['data']['fingerprint'])
+    error = script('compare.py', f'--runs={tmp_path}/a', ok=False).err
+    assert error == f'error: cannot read {tmp_path}/a/{name}: Input/output error; nothing was changed\n'
 
 
 def test_board(capsys, monkeypatch):

@@ -22,6 +22,7 @@ from configurator import parse
 from model import GPTConfig
 from train import TrainConfig
 from training.accounting import components
+from training.tracking import start_wandb
 
 ONLINE = {'WANDB_MODE': None}  # what is said by --wandb counts
 
@@ -250,4 +251,74 @@ def test_sweep(script, tiny_data, tmp_path, monkeypatch):
     again('trial2', '--seed=1338')
     assert (trial.parent / 'relu-s1338-trial2/summary.json').exists() and (trial / 'summary.json').exists()
     assert 'continued from iter 3' in again('trial1', '--seed=1337', '--max_iters=4')
-    assert sorted(path.name for path in trial.parent.iterdir()) == ['relu-s1337-trial1', 'relu-s1338-trial2'] and len(fragments(trial)) == 2
+    assert sorted(path.name for path in trial.parent.glob('relu*')) == ['relu-s1337-trial1', 'relu-s1338-trial2'] and len(fragments(trial)) == 2
+    # a program of the trial that trains twice: only the first run is the trial, wherever the other is
+    for flags, folder in ((['--seed=99'], trial.parent / 'relu-s99-trial1'), (['--out_dir=elsewhere'], tmp_path / 'elsewhere')):
+        again('trial1', *flags)
+        [path] = fragments(folder)
+        run = read_back(path)['run'][0]
+        assert run['run_id'] == json.loads((folder / 'run.json').read_text())['wandb_id'] != 'trial1' and 'sweep_id' not in run
+
+
+# -----------------------------------------------------------------------------
+# wandb's own variables
+
+
+def logged(out_dir):
+    """ what was said to wandb about the run, and the folder it is in """
+    [path] = fragments(out_dir)
+    return read_back(path)['run'][0], path.parent
+
+
+VARIABLES = {'WANDB_PROJECT': 'p', 'WANDB_ENTITY': 'e', 'WANDB_NAME': 'n', 'WANDB_RUN_GROUP': 'g', 'WANDB_TAGS': 'a,b', 'WANDB_NOTES': 'why', 'WANDB_JOB_TYPE': 'j'}
+FIELDS = {'project': 'p', 'entity': 'e', 'display_name': 'n', 'run_group': 'g', 'tags': ['a', 'b'], 'notes': 'why', 'job_type': 'j'}
+
+
+def test_a_setting_counts_then_a_variable_then_our_default(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--wandb=offline', '--max_iters=1']
+    flags = [f'--wandb_{key}=ours' for key in ('project', 'entity', 'name', 'group', 'tags', 'notes')]
+    for out_dir, more, env in (('default', [], ONLINE), ('variable', [], ONLINE | VARIABLES), ('setting', flags, ONLINE | VARIABLES)):
+        script('train.py', *args, f'--out_dir={out_dir}', *more, env=env)
+    default, variable, setting = (logged(tmp_path / name)[0] for name in ('default', 'variable', 'setting'))
+    assert {key: variable[key] for key in FIELDS} == FIELDS
+    assert {key: setting[key] for key in FIELDS} == dict.fromkeys(FIELDS, 'ours') | {'tags': ['ours'], 'job_type': 'j'}
+    assert (default['project'], default['display_name'], default['job_type']) == ('nanoffn', 'swiglu-s1337', 'train') and not default.keys() & {'tags', 'notes', 'run_group'}
+
+
+def test_no_variable_makes_two_runs_one(script, tiny_data, tmp_path):
+    """ in wandb, whatever they inherit; on disk they are apart anyway """
+    env = ONLINE | {'WANDB_RUN_ID': 'same', 'WANDB_RESUME': 'must', 'WANDB_NAME': 'same', 'WANDB_RUN_GROUP': 'same', 'WANDB_DIR': str(tmp_path / 'there'),
+                    'WANDB_RESUME_FROM': 'same?_step=1', 'WANDB_SWEEP_ID': ''}
+    (tmp_path / 'there').mkdir()
+    args = [*TINY, f'--dataset={tiny_data}', '--wandb=offline', '--max_iters=1']
+    for seed in (1, 2):
+        script('train.py', *args, f'--seed={seed}', f'--out_dir=s{seed}', env=env)
+    assert 'continued' in script('train.py', *args, '--seed=2', '--out_dir=s2', '--max_iters=2', env=env).out
+    ids = [json.loads((tmp_path / f's{seed}/run.json').read_text())['wandb_id'] for seed in (1, 2)]
+    written = [read_back(path)['run'][0]['run_id'] for path in fragments(tmp_path / 'there')]
+    assert len({*ids, 'same'}) == 3 and written == [ids[0], ids[1], ids[1]]
+    assert not (tmp_path / 's1/wandb').exists()  # WANDB_DIR says where
+
+
+@pytest.mark.parametrize('env, flags, expected', [
+    ({'WANDB_DISABLED': 'true'}, [], None), ({'WANDB_DISABLED': '1'}, [], None), ({'WANDB_DISABLED': 'false', 'WANDB_MODE': 'offline'}, [], 'offline'),
+    ({'WANDB_DISABLED': 'true'}, ['--wandb=offline'], 'offline'), ({'WANDB_MODE': 'disabled'}, [], None), ({'WANDB_MODE': 'dryrun'}, [], 'offline'),
+    ({'WANDB_MODE': 'disabled'}, ['--wandb=offline'], 'offline'), ({'WANDB_MODE': ''}, [], 'offline')])
+def test_modes(monkeypatch, tmp_path, env, flags, expected):
+    for key in ('WANDB_MODE', 'WANDB_DISABLED', 'WANDB_API_KEY'):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in (env | {'HOME': str(tmp_path), 'WANDB_CONFIG_DIR': str(tmp_path)}).items():
+        monkeypatch.setenv(key, value)
+    run = start_wandb(parse(TrainConfig, flags), lambda text: None, dir=str(tmp_path))
+    assert (run and ('offline' if run.offline else 'online')) == expected
+    if run:
+        run.finish()
+
+
+@pytest.mark.parametrize('error', ["TypeError('Descriptors cannot be created directly.')", "AttributeError('_ARRAY_API not found')", "RuntimeError('x')", "SystemError('y')", "KeyError()"])
+def test_a_wandb_that_does_not_start(script, tiny_data, tmp_path, error):
+    """ with a wrong protobuf or NumPy its import raises anything """
+    (tmp_path / 'broken/wandb').mkdir(parents=True)
+    (tmp_path / 'broken/wandb/__init__.py').write_text(f'raise {error}')
+    result = script('train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=1', env=ONLINE | {'PYTHONPATH': str(tmp_path / 'broken')}, fork=False)
+    assert result.out.count('warning: ') == 1 and f'which does not start ({error.split("(")[0]}' in result.out and 'final val loss' in result.out and result.err == ''
