@@ -90,6 +90,7 @@ class BenchConfig:
             require(self, getattr(self, key) >= 0, key, "at least 0")
         require(self, self.rounds >= 2, 'rounds', "at least 2")
         require(self, self.seconds > 0, 'seconds', "above 0")
+        require(self, not self.ffns or self.mode == 'train' and not self.ref, 'ffns', "left out with --ref and with another --mode")
         for ffn in filter(None, self.ffns.split(',')):
             require(self, ffn in FFNS, 'ffns', f"comma-separated names of {', '.join(FFNS)}")
 

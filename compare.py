@@ -36,13 +36,16 @@ from train import TrainConfig
 
 TUNING_SEED = 10**6  # above `seed`: the runs that choose a learning rate are never those of the report
 MAX_TUNING_STEPS = 6  # extensions of the grid of learning rates
+# settings that count where no run is trained: which report of what, and where it goes
+FOR_A_REPORT = {'runs', 'report_only', 'name', 'out_dir', 'dataset', 'match', 'baseline', 'margin', 'device', 'wandb', 'wandb_project',
+                'wandb_entity', 'wandb_tags', 'wandb_notes'}
 
 
 @dataclass(frozen=True)
 class CompareConfig(TrainConfig):
     # the comparison
     name: str = ''  # of the comparison, whose folder is out/compare/<name> ('' = <dataset>-<match>)
-    ffns: str = 'relu,gelu,swiglu'  # comma-separated names of model.FFNS, or all; takes the place of ffn
+    ffns: str = 'relu,gelu,swiglu'  # comma-separated names of model.FFNS, or all; or name them one by one, as config/geglu.py does
     baseline: str = ''  # the FFN that the others are measured against ('' = gelu if it takes part, else the first)
     n_seeds: int = 3  # seeds per FFN, from `seed` up
     match: Literal['params', 'flops', 'time', 'width4d'] = 'params'  # what is made equal; width4d: every FFN as wide, which is not a match
@@ -68,6 +71,8 @@ class CompareConfig(TrainConfig):
         require(self, self.baseline in ('', *names) or self.runs or self.report_only, 'baseline', f"one of {', '.join(names)}")
         require(self, all(multiple > 0 for multiple in self.lr_multiples), 'tune_lr', "comma-separated numbers above 0, as 0.5,1,2")
         require(self, len(self.lr_multiples) != 1, 'tune_lr', "at least two multiples of learning_rate")
+        require(self, self.tune_lr or self.tune_seeds == 1, 'tune_seeds', "left out without tune_lr")
+        require(self, self.match != 'width4d' or not self.width_multiple, 'width_multiple', "left out when match = 'width4d'")
         require(self, self.n_gpus % self.jobs == 0, 'n_gpus', f"a multiple of jobs = {self.jobs}")
         require(self, self.match != 'time' or self.jobs == 1 or self.n_gpus, 'jobs',
                 "1 when match = 'time', or each with GPUs of its own (n_gpus)")
@@ -96,6 +101,20 @@ class CompareConfig(TrainConfig):
     @property
     def processes(self):
         return max(1, self.n_gpus // self.jobs)
+
+
+def implied(given):
+    """ config files and flags that name FFNs one by one name those to compare; a UserError for what has no effect on a report """
+    named, settings = list(dict.fromkeys(value for key, value in given if key == 'ffn')), dict(given)
+    for key in ('runs', 'report_only'):
+        if settings.get(key) and (idle := settings.keys() - FOR_A_REPORT):
+            raise UserError(f"{', '.join(sorted(idle))}: no effect with --{key}, which trains nothing; leave out what has none")
+    if named and 'ffns' not in settings:
+        if len(named) == 1:
+            other = 'gelu' if named[0] != 'gelu' else 'swiglu'
+            raise UserError(f"ffn = {named[0]!r} alone is no comparison; name at least two FFNs, as in --ffns={other},{named[0]}")
+        return {'ffns': ','.join(named)}
+    return {}
 
 
 def make_variants(config, vocab_size):
@@ -171,7 +190,7 @@ def make_report(config, folder, dirs, plan, idle=True):
 
 
 def main():
-    config = configure(CompareConfig, doc=__doc__)
+    config = configure(CompareConfig, doc=__doc__, implied=implied)
     name = config.name or ('runs' if config.runs else f'{os.path.basename(os.path.normpath(config.dataset))}-{config.match}')
     folder = os.path.normpath(config.out_dir or os.path.join('out', 'compare', name))
     command = 'python compare.py ' + shlex.join(sys.argv[1:])

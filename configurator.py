@@ -175,15 +175,16 @@ def need(module, why):
 def parse(config_class, argv, implied=None):
     """
     argv -> an instance of the frozen dataclass config_class. Raises UserError, and nothing else.
-    implied(given) -> {key: value}: what the settings that were given imply for others, in place of their defaults.
+    implied([(key, value), ...]) -> {key: value}: what the settings that were given, in their order, imply for others, in place of
+    their defaults.
     """
     fields = typing.get_type_hints(config_class)
-    values, given = {field.name: field.default for field in dataclasses.fields(config_class)}, {}
+    values, given, unknown = {field.name: field.default for field in dataclasses.fields(config_class)}, [], []
     args = list(argv)
     while args:
         arg = args.pop(0)
         if not arg.startswith('-'):
-            given.update(read_config_file(arg, fields, values | given))
+            given += read_config_file(arg, fields, values | dict(given), unknown)
             continue
         flag, equals, text = arg.partition('=')  # only the first '=': --start=a=b is the text a=b
         key = flag.removeprefix('--').replace('-', '_')
@@ -196,16 +197,22 @@ def parse(config_class, argv, implied=None):
                 text = 'true'  # a bare --compile
             elif args and not args[0].startswith('--'):
                 text = args.pop(0)  # --key VALUE
-            else:
-                known(key, fields, flag)
+            elif key in fields:
                 raise UserError(f"{flag} needs a value: {flag}=VALUE")
-        known(key, fields, flag)
-        given[key] = convert(key, text, fields[key], flag, is_text=True)
-    return config_class(**values | (implied(given) if implied else {}) | given)
+        if key in fields:
+            given.append((key, convert(key, text, fields[key], flag, is_text=True)))
+        else:
+            unknown.append((flag, key))
+    if unknown:
+        raise UserError(no_such_settings(unknown, fields))
+    return config_class(**values | (implied(given) if implied else {}) | dict(given))
 
 
-def read_config_file(path, fields, values):
-    """ {key: value} of a config file, every key and value checked. Nothing in the file is executed. """
+def read_config_file(path, fields, values, unknown):
+    """
+    [(key, value), ...] of a config file, every value checked; (place, key) of what is no setting is added to unknown. Nothing in the file
+    is executed.
+    """
     if not os.path.isfile(path):
         raise UserError(f"no config file {path!r}" + ("" if path.endswith('.py') else "; settings are written --key=value"))
     try:
@@ -214,7 +221,7 @@ def read_config_file(path, fields, values):
             lines = ast.parse(file.read(), path).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise UserError(f"cannot read {path}: {str(e) or type(e).__name__}") from None
-    names, out = dict(values), {}
+    names, out = dict(values), []
     for line in lines:
         where = f'{path}:{line.lineno}'
         if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
@@ -222,12 +229,15 @@ def read_config_file(path, fields, values):
         if not (isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name)):
             raise UserError(f"{where}: a config file holds only `name = value` lines and comments; this is data, not a program")
         key = line.targets[0].id
-        known(key, fields, where)
         try:
-            value = evaluate(line.value, names, where)
+            names[key] = evaluate(line.value, names, where)
         except RecursionError:
             raise UserError(f"{where}: {key} is nested too deeply") from None
-        names[key] = out[key] = convert(key, value, fields[key], where)
+        if key in fields:
+            names[key] = convert(key, names[key], fields[key], where)
+            out.append((key, names[key]))
+        else:
+            unknown.append((where, key))
     return out
 
 
@@ -268,13 +278,14 @@ def choices(kind):
     return (True, False) if kind is bool else typing.get_args(kind)
 
 
-def known(key, fields, where):
-    """ Raise unless key is a setting, with nanoGPT's name explained or the nearest name offered. """
-    if key in fields:
-        return
-    near = difflib.get_close_matches(key.lower(), fields, n=1)
-    hint = HINTS.get(key) or (f"did you mean {near[0]!r}?" if near else "--help lists them")
-    raise UserError(f"{where}: there is no setting {key[:60]!r}; {hint}")
+def no_such_settings(unknown, fields):
+    """ unknown: [(place, key)] -> one line for all, with nanoGPT's names explained or the nearest name offered """
+    hints = []
+    for where, key in unknown:
+        near = difflib.get_close_matches(key.lower(), fields, n=1)
+        hint = HINTS.get(key) or (f"did you mean {near[0]!r}?" if near else "--help lists them")
+        hints.append(f"{where}: there is no setting {key[:60]!r}; {hint}")
+    return ' | '.join(hints)
 
 
 def convert(key, value, kind, where, is_text=False):

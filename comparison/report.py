@@ -50,7 +50,7 @@ def check_equal(runs, may_differ):
     def settings(run, but):
         schedule = run.get('schedule', [])
         out = {**run['config'], 'stretched schedule': schedule if len(schedule) > 1 else None,
-               'data fingerprint': run['data']['fingerprint'], 'dtype': ', then '.join(m['dtype'] for m in machines_of(run))}
+               'data fingerprint': run['data']['fingerprint'], 'dtype': ', then '.join(dict.fromkeys(m['dtype'] for m in machines_of(run)))}
         return {key: value for key, value in out.items() if key not in IGNORED | but}
 
     def same(a, b, but, why):
@@ -348,11 +348,11 @@ def describe_shares(results):
 
 
 def describe_hidden(results):
-    rms = {ffn: row['initial_hidden_rms'] for ffn, row in results['ffns'].items() if row['initial_hidden_rms']}
+    rms = {ffn: row['initial_hidden_rms'] for ffn, row in results['ffns'].items() if row['initial_hidden_rms'] is not None}
     lines = []
     if rms:
         lines.append("RMS of the hidden layer before training: " + ', '.join(f'{ffn} {value:.3f}' for ffn, value in rms.items()) + '.')
-        ratio = max(rms.values()) / min(rms.values())
+        ratio = max(rms.values()) / min(rms.values()) if min(rms.values()) else math.inf
         if ratio > 2:
             init = results['config']['init']
             lines.append(f"**These differ by a factor of {ratio:.1f}: part of the result may be the initial scale (init = {init}), not the "

@@ -109,6 +109,6 @@ def test_errors(script, tmp_path):
     for flags, words in ((['--ref=nowhere'], 'git clone'), (['--mode=gpu_check', '--device=cpu'], 'no CUDA device')):
         result = script('bench.py', *flags, ok=False)
         assert result.rc == 2 and result.err.count('\n') == 1 and result.err.startswith('error: ') and words in result.err
-    for flag in ('--seconds=0', '--rounds=1', '--preset=large', '--ffns=gelu,x'):
+    for flag in ('--seconds=0', '--rounds=1', '--preset=large', '--ffns=gelu,x', '--ffns=gelu --ref=.', '--ffns=gelu --mode=decode'):
         with pytest.raises(UserError, match=flag[2:].split('=')[0]):
-            parse(BenchConfig, [flag])
+            parse(BenchConfig, flag.split())

@@ -3,16 +3,18 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE, ROOT, TINY, environment, popen, run_script, wait_until
 from scipy.stats import ttest_rel
 
 from bench import step_times
-from compare import CompareConfig, make_variants, tune
+from compare import CompareConfig, implied, make_variants, tune
 from comparison.plots import PLOTS
 from comparison.timeshare import GROUPS
 from configurator import UserError, parse
+from data.writer import write_dataset
 from model import FFNS
 from train import TrainConfig
 from training.accounting import components, totals
@@ -31,6 +33,44 @@ def test_settings():
     assert parse(CompareConfig, ['--ffns=all']).ffn_names == list(FFNS)
     config = parse(CompareConfig, ['--ffns=relu, glu', '--tune_lr=2,0.5,1', '--n_gpus=4', '--jobs=2'])
     assert (config.ffn_names, config.base, config.lr_multiples, config.processes) == (['relu', 'glu'], 'relu', [0.5, 1.0, 2.0], 2)
+
+
+def settings_of(*argv):
+    return parse(CompareConfig, [arg if arg.startswith('-') else str(ROOT / 'config' / arg) for arg in argv], implied)
+
+
+def test_files_that_name_ffns():
+    """ config/geglu.py means the same here as in train.py """
+    assert settings_of('geglu.py', 'relu2.py').ffn_names == ['geglu', 'relu2'] == settings_of('--ffn=geglu', '--ffn=relu2').ffn_names
+    assert settings_of('geglu.py', '--ffn=relu', 'geglu.py').ffn_names == ['geglu', 'relu'] and settings_of().ffn_names == ['relu', 'gelu', 'swiglu']
+    assert settings_of('gpt2_124m.py', '--ffns=gelu,swiglu').ffn_names == ['gelu', 'swiglu']  # a scale that names one
+    for argv in (['geglu.py'], ['--ffn=gelu'], ['gpt2_124m.py']):
+        with pytest.raises(UserError, match='alone is no comparison; name at least two FFNs, as in --ffns='):
+            settings_of(*argv)
+
+
+@pytest.mark.parametrize('argv, idle', [
+    (['--runs=a,b', '--n_layer=2'], 'n_layer'), (['--report_only', '--n_seeds=5', '--jobs=2'], 'jobs, n_seeds'), (['--report_only', 'geglu.py'], 'ffn'), (['--runs=a', '--ffns=gelu,relu'], 'ffns')])
+def test_settings_that_have_no_effect_on_a_report(argv, idle):
+    with pytest.raises(UserError, match=f'^{idle}: no effect with --'):
+        settings_of(*argv)
+
+
+def test_other_settings_that_have_no_effect():
+    for argv, key in ((['--tune_seeds=2'], 'tune_seeds'), (['--match=width4d', '--width_multiple=8'], 'width_multiple')):
+        with pytest.raises(UserError, match=f'{key} = .: must be left out'):
+            parse(CompareConfig, argv)
+
+
+def test_a_loss_of_zero_is_a_loss(script, tmp_path):
+    """ of a text that is all the same, which the runs learn to the last digit: they are not stopped, and not failed """
+    text = b'y\n' * 20_000
+    ids = np.frombuffer(text, np.uint8)
+    write_dataset(tmp_path / 'yes', {'train': [(ids, len(ids))], 'val': [(ids[:5000], 5000)]}, {'name': 'byte'}, 256, {'text': 'yes'})
+    out = script('compare.py', *TINY, '--dataset=./yes', '--name=c', '--ffns=gelu,swiglu', '--n_seeds=1', '--max_iters=60', '--learning_rate=0.1', '--jobs=2', '--schedule=constant').out
+    results = json.loads((tmp_path / 'out/compare/c/results.json').read_text())
+    assert min(min(losses) for row in results['ffns'].values() for losses in row['curves']['losses'].values()) < 1e-6, results['ffns']['gelu']['curves']
+    assert results['unfinished'] == [] and 'failed' not in out and '2 done' in out
 
 
 @pytest.mark.parametrize('ffn', FFNS)

@@ -158,3 +158,16 @@ def test_a_mistake_is_one_line(script, name):
     result = script(name, '--sede=1', ok=False)
     assert result.rc == 2 and result.out == ''
     assert result.err.startswith('error: --sede: there is no setting') and "'seed'" in result.err and result.err.count('\n') == 1
+
+
+def test_foreign_names_come_in_one_message(tmp_path):
+    """ as nanoGPT's own config files have them """
+    path = file(tmp_path, "out_dir = 'out-x'\neval_interval = 250\neval_iters = 200\nalways_save_checkpoint = False\nwandb_log = False\nwandb_project = 'p'\n"
+                          "wandb_run_name = 'mini-gpt'\ngradient_accumulation_steps = 5 * 8\nbatch_size = 64\nmax_iters = gradient_accumulation_steps * 10\nbeta2 = 0.99\n")
+    with pytest.raises(UserError) as error:
+        parse(TrainConfig, [path, '--eval_iter=5'])
+    text = str(error.value)
+    for words in ('c.py:3', "'eval_iters'; use eval_tokens", 'c.py:4', "'always_save_checkpoint'; checkpoint_interval", 'c.py:5', "'wandb_log'; use wandb=", 'c.py:7', "'wandb_run_name'; use wandb_name",
+                  'c.py:8', "'gradient_accumulation_steps'; batch_size counts", '--eval_iter: '):
+        assert words in text, words
+    assert text.count('there is no setting') == 6 and '\n' not in text

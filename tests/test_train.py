@@ -233,6 +233,41 @@ def test_older_checkpoints(script, trained, tmp_path, tiny_data):
     assert 'continued from iter 20' in script('train.py', *args, '--max_iters=22', '--lr_decay_iters=20').out
 
 
+def test_a_run_that_changes_machines(script, tiny_data, tmp_path):
+    """ where 'auto' chooses another dtype: it is said, and both are written down; the name of what had been chosen continues it in that """
+    args = [*TINY, f'--dataset={tiny_data}', '--dtype=auto', '--lr_decay_iters=4', '--max_iters=2']
+    script('train.py', *args)
+    [path], out_dir = checkpoint.paths(tmp_path / 'out/swiglu'), tmp_path / 'out/swiglu'
+    state, run = checkpoint.load(path), json.loads((out_dir / 'run.json').read_text())
+    here = state['dtype']
+    assert run['machine']['dtype'] == here and run['machine']['threads'] == 1 and run['earlier_machines'] == []
+    there = 'float32' if here == 'bfloat16' else 'bfloat16'
+    state['dtype'] = run['machine']['dtype'] = there
+    torch.save(state, path)
+    (out_dir / 'run.json').write_text(json.dumps(run))
+    shutil.copytree(out_dir, tmp_path / 'named')
+    out = script('train.py', *args, '--max_iters=4').out
+    assert f'warning: trained in {there} up to iter 2, and in {here} from here on' in out and f'--dtype={there} keeps it' in out
+    assert 'warning' not in script('train.py', *args, '--max_iters=5').out
+    run = json.loads((out_dir / 'run.json').read_text())
+    assert [(machine['dtype'], machine['until_iter']) for machine in run['earlier_machines']] == [(there, 2)] and run['machine']['dtype'] == here
+    assert newest(out_dir)['dtype'] == here
+    out = script('train.py', *args, '--max_iters=4', '--out_dir=named', f'--dtype={there}').out
+    assert 'continued from iter 2' in out and 'warning' not in out and newest(tmp_path / 'named')['dtype'] == there
+
+
+def test_what_the_schedule_does_is_said(script, tiny_data, tmp_path):
+    args = [*TINY, f'--dataset={tiny_data}', '--schedule=cosine']
+    assert 'rate     0.01 after 2 steps of warm-up, falling as a cosine from step 2 to 0 at step 20' in script('train.py', *args).out
+    out = script('train.py', *args, '--max_iters=24').out
+    assert "warning: the learning rate's schedule ended at iter 20 and ends at 24 now" in out and '--lr_decay_iters=20 keeps it' in out
+    run = json.loads((tmp_path / 'out/swiglu/run.json').read_text())
+    assert run['schedule'] == newest(tmp_path / 'out/swiglu')['schedule'] == [[0, 20], [20, 24]]
+    assert 'linearly from step 10 to 0 at step 20' in script('train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=20', '--out_dir=a').out
+    # the same command again is the same run
+    assert 'finished at iter 24' in script('train.py', *args, '--max_iters=24').out
+
+
 def test_bfloat16_ends_near_float32(script, tiny_data, tmp_path):
     for dtype in ('float32', 'bfloat16'):
         script('train.py', *TINY, f'--dataset={tiny_data}', f'--dtype={dtype}', f'--out_dir=out/{dtype}')

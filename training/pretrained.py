@@ -100,6 +100,7 @@ def implied_by_weights(given):
     The architecture that init_from implies when it names weights, so that nobody has to spell it out. block_size may be given smaller,
     vocab_size larger (as padding); any other setting that was given and contradicts the weights is a UserError.
     """
+    given = dict(given)
     source = given.get('init_from', 'auto')
     if source in RUNS:
         return {}

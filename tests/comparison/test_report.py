@@ -53,6 +53,27 @@ def report(losses, match='params', plan=None, **changes):
 NOISE = (0.0, 0.011, -0.007, 0.004, -0.009, 0.013)
 
 
+def test_how_it_was_made_names_every_machine():
+    runs = [fake_run('gelu', 1), fake_run('glu', 1)]
+    for run in runs:
+        run['machine'] = {**run['machine'], 'device': 'cpu', 'threads': 2}
+    runs[1]['earlier_machines'] = [{**runs[1]['machine'], 'threads': 1, 'device_name': 'old'}]
+    text = markdown(make_results(runs, None, 0.005, {'match': 'params', 'command': ''}), 't')
+    assert 'x, 1 process per run, 2 threads, float32, eager' in text and 'old, 1 process per run, 1 thread, float32' in text and 'not all of one kind of machine' in text
+    runs[1]['earlier_machines'][0]['dtype'] = 'bfloat16'
+    with pytest.raises(UserError, match="dtype is 'float32' and 'bfloat16, then float32'"):
+        check_equal(runs, set())
+
+
+def test_a_stretched_run_is_not_a_straight_one():
+    runs = [fake_run('gelu', 1), fake_run('glu', 1)]
+    runs[1]['schedule'] = [[0, 20]]
+    check_equal(runs, set())
+    runs[1]['schedule'] = [[0, 10], [10, 20]]
+    with pytest.raises(UserError, match='stretched schedule is None and'):
+        check_equal(runs, set())
+
+
 def test_headline():
     losses = {'gelu': [3.0 + e for e in NOISE], 'swiglu': [2.95 + 1.1 * e for e in NOISE], 'relu': [3.1 + 1.1 * e for e in NOISE],
               'silu': [3.0 + e + 0.0002 * (-1) ** s for s, e in enumerate(NOISE)], 'relu2': [3.0 - e for e in NOISE]}
