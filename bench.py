@@ -49,6 +49,7 @@ from training.machine import (
     choose_micro_batch_size,
     describe_machine,
     device_name,
+    dtype_name,
     pack_for_sampling,
     peak_flops,
     peak_memory,
@@ -104,6 +105,23 @@ def synchronize(device):
         torch.cuda.synchronize()
     elif device.type == 'mps':
         torch.mps.synchronize()
+
+
+def cpu_ticks():
+    """ (busy, all) of all cores since the system started; None where it does not say """
+    try:
+        with open('/proc/stat', encoding='utf-8') as file:
+            ticks = [int(text) for text in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # idle, and waiting for a disk
+
+
+def busy_cores(before, after):
+    """ how many cores others kept busy between two cpu_ticks(), while this process slept """
+    if not before or not after or after[1] == before[1]:
+        return None
+    return (os.cpu_count() or 1) * (after[0] - before[0]) / (after[1] - before[1])
 
 
 def timed(call, device, n=1):
@@ -320,7 +338,7 @@ def measure_peak(device, dtypes=None):
     for dtype in dtypes or (torch.float32, torch.bfloat16):
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         timed(lambda a=a, b=b: a @ b, device, 3)
-        out[str(dtype).removeprefix('torch.')] = 2 * n**3 / statistics.median(timed(lambda a=a, b=b: a @ b, device) for _ in range(10))
+        out[dtype_name(dtype)] = 2 * n**3 / statistics.median(timed(lambda a=a, b=b: a @ b, device) for _ in range(10))
     a = torch.empty(2**28 if device.type == 'cuda' else 2**25, device=device)  # floats
     b = torch.empty_like(a)
     timed(lambda: b.copy_(a), device, 3)
@@ -372,7 +390,7 @@ def bench_train(config, device, dtype):
         sheet = peak_flops(device_name(device), kind) if device.type == 'cuda' else None
         per_token = tokens / (shape.batch_size * shape.block_size)
         row |= {'ms': 1000 * seconds, 'tokens_per_sec': tokens / seconds, 'flops_per_sec': flops / seconds,
-                'of_peak': flops / seconds / peak[str(kind).removeprefix('torch.')],
+                'of_peak': flops / seconds / peak[dtype_name(kind)],
                 'of_datasheet': flops / seconds / sheet if sheet else None,
                 'memory': sides[name].finish(), 'ratio': ratio(results[baseline], row) * per_token}
         of_sheet = 'n/a' if sheet is None else f"{row['of_datasheet']:.1%}"
@@ -530,13 +548,14 @@ def main():
         raise UserError(f"ref = {config.ref!r}: no model.py there; git clone https://github.com/karpathy/nanoGPT and name its folder")
     if device.type == 'cpu':
         torch.set_num_threads(config.threads or cpu_count())
-    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else 0.0
-    machine = describe_machine(device, 1)
-    busy = "  WARNING: the machine is busy" if load > cpu_count() / 2 else ""
-    print(f"{config.mode} {config.preset}: {machine['device_name']}, {str(dtype).removeprefix('torch.')}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}, load {load:.1f}{busy}", flush=True)
+    ticks = cpu_ticks()
+    time.sleep(1)
+    busy, machine = busy_cores(ticks, cpu_ticks()), describe_machine(device, 1)
+    warning = f"  WARNING: others keep {busy:.1f} of its cores busy" if busy and busy > 0.2 else ""
+    print(f"{config.mode} {config.preset}: {machine['device_name']}, {dtype_name(dtype)}, {torch.get_num_threads()} threads, "
+          f"torch {torch.__version__}{warning}", flush=True)
     result = globals()[f'bench_{config.mode}'](config, device, dtype)
-    print(json.dumps({'config': dataclasses.asdict(config), 'machine': machine, 'load': load, **result}))
+    print(json.dumps({'config': dataclasses.asdict(config), 'machine': machine, 'busy_cores': busy, **result}))
 
 
 if __name__ == '__main__':

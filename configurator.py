@@ -11,6 +11,7 @@ And run_main(main), which says what went wrong in one line, on whatever streams 
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -135,10 +136,32 @@ def what_is_wrong(error):
     """ the line for an exception, or None for a bug, whose traceback is wanted """
     if isinstance(error, UserError):
         return str(error)
+    if is_out_of_memory(error):
+        return "out of memory; a smaller model or a machine with more is needed"
     if isinstance(error, OSError) and (error.filename or error.errno in NO_SPACE):
         room = "; make room, then the same command continues" if error.errno in NO_SPACE else ""
         return f"{error.filename or 'a file'}: {error.strerror}{room}"
     return None
+
+
+# what torch, NumPy, oneDNN, CUDA and the system say when memory does not do; torch has a class of its own for GPUs alone
+MEMORY_WORDS = ("allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "could not create a memory", "_ALLOC_FAILED")
+
+
+def is_out_of_memory(error):
+    return isinstance(error, MemoryError) or isinstance(error, (RuntimeError, OSError)) and (
+        type(error).__name__ == 'OutOfMemoryError' or any(words in str(error) for words in MEMORY_WORDS))
+
+
+@contextlib.contextmanager
+def memory_for(what, way_out):
+    """ Should the memory not do for what is done here, say what that was, and which setting helps. """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as e:
+        if not is_out_of_memory(e):
+            raise
+        raise UserError(f"out of memory {what}; {way_out}") from None
 
 
 def mend_streams():

@@ -287,7 +287,7 @@ class GPT(nn.Module):
             x = block(x, rope, caches[i] if caches else None)
         return self.norm_f(x)
 
-    def forward(self, idx, targets=None, reduction='mean'):
+    def forward(self, idx, targets=None):
         """ idx, targets (B, T) -> logits (B, T, V) and the cross entropy in nats (None without targets; -1 is no target) """
         x = self.features(idx)
         if self.training and self.config.loss_chunks > 1:
@@ -295,7 +295,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         loss = None
         if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction=reduction)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
         return logits, loss
 
     def chunked_loss(self, x, targets):

@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -
 
 import torch
 
-from configurator import FilePath, UserError, configure, require, run_main, say
+from configurator import FilePath, UserError, configure, memory_for, require, run_main, say
 from data import tokenizers
 from model import GPT, GPTConfig, config_from
 from training import checkpoint
@@ -207,7 +207,7 @@ def main():
             print(f"--- sample {n + 1}")
         show = codecs.getincrementaldecoder('utf-8')(errors='replace')  # a character may take several tokens
         print(show.decode(tokenizer.decode(prompt)), end='', flush=True)
-        with autocast(device, dtype):
+        with autocast(device, dtype), memory_for("sampling", "another --device may have more"):
             for token in generate(model, torch.tensor([prompt], device=device), config.max_new_tokens, config.temperature, config.top_k,
                                   config.top_p, tokenizer.vocab_size, generator):
                 print(show.decode(tokenizer.decode(token[0].tolist())), end='', flush=True)

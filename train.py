@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import FilePath, UserError, configure, one_line, require, run_main, what_is_wrong
+from configurator import FilePath, UserError, configure, memory_for, one_line, require, run_main, what_is_wrong
 from data.tokens import Dataset, prepare_if_missing
 from model import GPT, GPTConfig
 from training import checkpoint, rundir
@@ -39,6 +39,7 @@ from training.machine import (
     describe_machine,
     dtype_name,
     fit_micro_batch,
+    less_memory,
     use_step_graph,
     versions,
 )
@@ -127,11 +128,12 @@ def main():
     start = rundir.choose_start(config, data, processes, dtype)
     if start.finished:
         return processes.leave()
-    model = GPT(config, config.seed).to(device)
-    if start.state:
-        model.load_state_dict(start.state['model'])
-    elif start.weights:
-        model.load_state_dict(load_gpt2(start.weights, config, processes.say))
+    with memory_for("building the model", "choose a smaller one"):
+        model = GPT(config, config.seed).to(device)
+        if start.state:
+            model.load_state_dict(start.state['model'])
+        elif start.weights:
+            model.load_state_dict(load_gpt2(start.weights, config, processes.say))
 
     # how a batch is cut up: into micro-batches, dealt out to the processes in turn
     micro = choose_micro_batch_size(config, config.batch_size // processes.world_size)
@@ -247,12 +249,15 @@ class TrainStep:
         self.scaler.update()
         return norm
 
-    def check_finite(self, tracker):
-        """ a UserError if a loss was not finite; waits for the device """
-        if (bad := int(self.bad_iter)) >= 0:
+    def check_finite(self, tracker, saving_at=None):
+        """ a UserError if a loss was not finite, or what is to be saved after so many steps is not; waits for the device """
+        what, bad = "the loss", int(self.bad_iter)
+        if bad < 0 and saving_at:
+            what, bad = checkpoint.not_finite(self.state_dict()), saving_at - 1
+        if what and bad >= 0:
             B = self.config.batch_size
             tracker.log({'iter': bad + 1, 'tokens': (bad + 1) * B * self.config.block_size, 'diverged': True})
-            raise UserError(f"the loss is not finite at iter {bad + 1} (the batch of sequences {bad * B:,} to {(bad + 1) * B - 1:,}, "
+            raise UserError(f"{what} is not finite at iter {bad + 1} (the batch of sequences {bad * B:,} to {(bad + 1) * B - 1:,}, "
                             f"learning rate {learning_rate(bad, self.config):.3g}, gradient norm {float(self.norm):.3g}); last checkpoint: "
                             f"{(checkpoint.paths(self.config.out_dir) or ['none'])[-1]}; lower learning_rate or set grad_clip")
 
@@ -305,12 +310,14 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
             clock.pause()
             step.check_finite(tracker)
         if evaluating:
-            val = {'iter': it, **evaluate(step.model, data, config, processes, device, step.dtype)}
+            with memory_for("evaluating", "choose a smaller --block_size or model"):
+                val = {'iter': it, **evaluate(step.model, data, config, processes, device, step.dtype)}
             is_best, best_val = it > start.iter and val['val/loss'] < best_val, min(best_val, val['val/loss'])
             last = last or val['val/loss'] < config.target_loss
             if is_main:
                 log_evaluation(val, data, step, clock.seconds, tracker)
         if is_main and (saving or is_best or last):
+            step.check_finite(tracker, saving_at=it)
             saver.save({**step.state_dict(), 'iter': it, 'seconds': clock.seconds, 'val': val, 'best_val': best_val,
                         'config': {**asdict(config), **start.identity}, 'schedule': start.schedule, 'dtype': dtype_name(step.dtype),
                         'tokenizer': data.meta['tokenizer'], 'world_size': processes.world_size, 'versions': versions()},
@@ -321,7 +328,9 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
             break
 
         n = it + 1  # steps that are taken after this one
-        loss = step(it, load_batches(data, config, it, rows, device), wants_norms=n == config.max_iters or n % config.eval_interval == 0)
+        wants_norms = n == config.max_iters or n % config.eval_interval == 0
+        with memory_for(f"in a step of {len(rows[0])} sequences at a time", less_memory(len(rows[0]))):
+            loss = step(it, load_batches(data, config, it, rows, device), wants_norms)
 
         # look at the numbers, which waits for the device: every step on a CPU, else every log_interval
         if device.type == 'cpu':
@@ -345,9 +354,7 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
 def explain(error):
     """ as what_is_wrong, said by one process """
     text = what_is_wrong(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        text = "out of memory; set a smaller --micro_batch_size, which does not change the result"
-    elif type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
+    if type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
         text = f"torch.compile failed ({one_line(error)}); use --compile=False"
     return text and once(text)
 

@@ -1,9 +1,10 @@
 import json
+import os
 
 import pytest
 from conftest import ROOT
 
-from bench import NANOGPT, PRESETS, BenchConfig, judged, noise, our_config, ratio, take_turns
+from bench import NANOGPT, PRESETS, BenchConfig, busy_cores, cpu_ticks, judged, noise, our_config, ratio, take_turns
 from configurator import UserError, parse
 from model import GPT
 from training.accounting import components, totals
@@ -112,3 +113,10 @@ def test_errors(script, tmp_path):
     for flag in ('--seconds=0', '--rounds=1', '--preset=large', '--ffns=gelu,x', '--ffns=gelu --ref=.', '--ffns=gelu --mode=decode'):
         with pytest.raises(UserError, match=flag[2:].split('=')[0]):
             parse(BenchConfig, flag.split())
+
+
+def test_busy_cores():
+    """ idle time is the fourth and fifth of the numbers of /proc/stat """
+    assert busy_cores((100, 1000), (150, 1200)) == os.cpu_count() * 0.25 and busy_cores(None, (1, 2)) is None and busy_cores((1, 2), (1, 2)) is None
+    busy, total = cpu_ticks()
+    assert 0 < busy < total

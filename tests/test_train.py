@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, environment, metrics, popen
+from conftest import PATIENCE, ROOT, TINY, environment, metrics, popen
 
 from model import GPT, GPTConfig
-from training import checkpoint
+from training import checkpoint, evaluation
 from training.accounting import components, totals
 
 
@@ -143,7 +143,7 @@ def test_eval_only(script, tiny_data, trained, tmp_path):
     model.load_state_dict(state['model'])
     starts, first = data.eval_windows(0)
     with torch.no_grad():
-        losses = [model(*[t[None] for t in pair], reduction='none')[1][skip:] for *pair, skip in zip(*data.eval_batch(starts), first, strict=True)]
+        losses = [torch.nn.functional.cross_entropy(model(x[None])[0][0, skip:], y[skip:], reduction='none') for x, y, skip in zip(*data.eval_batch(starts), first, strict=True)]
     assert f"val loss {torch.cat(losses).double().mean().item():.5f} " in outs.pop()
 
 
@@ -152,6 +152,39 @@ def test_eval_only_refuses_what_does_not_fit(script, tiny_data, trained):
     error = script('train.py', *args, f'--out_dir={trained}', '--n_embd=96', '--ffn=gelu', ok=False).err
     assert error.startswith('error: eval_only') and "ffn is 'swiglu', not 'gelu'" in error and 'n_embd is 48, not 96' in error
     assert 'no checkpoint in out/none' in script('train.py', *args, '--out_dir=out/none', ok=False).err
+
+
+def test_evaluation_holds_few_logits(script, tiny_data, tmp_path):
+    """ a large vocabulary: 8,192 tokens a batch would have 1.6 GB of them alone """
+    args = [*TINY, f'--dataset={tiny_data}', '--vocab_size=50304', '--max_iters=1', '--eval_tokens=16384']
+    script('train.py', *args)
+    assert json.loads((tmp_path / 'out/swiglu/summary.json').read_text())['peak_memory'] < 1e9
+
+
+@pytest.mark.parametrize('logits', [1, 100, 2**12, 2**24])
+def test_the_loss_does_not_depend_on_the_pieces(monkeypatch, logits):
+    model, idx = GPT(GPTConfig(block_size=16, vocab_size=50, n_layer=1, n_embd=48, zero_init=False)).eval(), torch.arange(64).view(4, 16) % 50
+    targets, seen = idx.roll(1, 1).contiguous(), []
+    targets[1, :3] = -1
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.numel()))
+    monkeypatch.setattr(evaluation, 'EVAL_LOGITS', logits)
+    with torch.no_grad():
+        losses = evaluation.token_losses(model, idx, targets)
+        expected = torch.nn.functional.cross_entropy(model(idx)[0].transpose(1, 2), targets, ignore_index=-1, reduction='none')
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=0)
+    assert max(seen[:-1]) <= max(logits, 50) and losses[1, :3].eq(0).all()
+
+
+def test_out_of_memory_names_what_helps(tiny_data, tmp_path):
+    """ where the system refuses, at the moment when it does; what is named then does help """
+    def run(*flags):
+        command = f'ulimit -v 3500000; exec {sys.executable} {ROOT}/train.py {" ".join([*TINY, "--dataset=" + tiny_data, "--vocab_size=50304", "--batch_size=512", "--max_iters=1", *flags])}'
+        return subprocess.run(['bash', '-c', command], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE)
+    result = run()
+    assert result.returncode == 2 and result.stderr == 'error: out of memory in a step of 512 sequences at a time; --micro_batch_size=256 needs less, and has the same result\n'
+    assert run('--micro_batch_size=32').returncode == 0
+    result = run('--n_embd=48000', '--n_head=1000')
+    assert result.returncode == 2 and result.stderr == 'error: out of memory building the model; choose a smaller one\n'
 
 
 def test_dtypes(script, tiny_data, trained, tmp_path):
@@ -189,6 +222,13 @@ def test_a_loss_that_is_not_finite(script, tiny_data, tmp_path):
     for path in checkpoint.paths(tmp_path / 'out/swiglu'):
         assert all(weights.isfinite().all() for weights in checkpoint.load(path)['model'].values())
     assert not (tmp_path / 'out/swiglu/summary.json').exists() and 'NaN' not in (tmp_path / 'out/swiglu/metrics.jsonl').read_text()
+
+
+def test_weights_that_are_not_finite_are_not_saved(script, tiny_data, tmp_path):
+    """ a step whose loss and gradient were finite can leave them """
+    result = script('train.py', *TINY, f'--dataset={tiny_data}', '--learning_rate=1e38', '--warmup_iters=0', '--checkpoint_interval=1', '--eval_interval=100', '--optimizer=adamw', ok=False)
+    assert result.rc == 2 and 'model.wte.weight is not finite at iter 1' in result.err and 'last checkpoint: none' in result.err
+    assert not checkpoint.paths(tmp_path / 'out/swiglu') and '"diverged": true' in (tmp_path / 'out/swiglu/metrics.jsonl').read_text()
 
 
 def test_one_run_per_directory(tiny_data, script, tmp_path):

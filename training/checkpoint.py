@@ -15,7 +15,7 @@ import zipfile
 
 import torch
 
-from configurator import NO_SPACE, UserError, say
+from configurator import NO_SPACE, UserError, is_out_of_memory, say
 from files import replacing
 
 
@@ -144,7 +144,7 @@ def load(path, device='cpu'):
 
 def cannot_be_read(path, error):
     """ the reason, if `error` in reading it is not the fault of what is in the file """
-    if isinstance(error, MemoryError) or 'memory' in str(error):
+    if is_out_of_memory(error):
         return "not enough memory"
     try:  # zipfile says of what it could not read that it is no zip file
         with open(path, 'rb') as file:

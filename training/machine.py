@@ -18,7 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from configurator import UserError
+from configurator import UserError, is_out_of_memory
 from training.accounting import components, totals
 
 # dense peak FLOP/s by (part of the GPU's name, type), from the data sheets; a GPU that is not here has no MFU
@@ -238,14 +238,24 @@ def divisors(n):
 
 
 def largest_that_fits(share, attempt, say=print):
-    """ the largest divisor n of share for which attempt(n) does not raise torch.OutOfMemoryError """
+    """ the largest divisor n of share for which attempt(n) does not run out of memory """
     for n in reversed(divisors(share)):
         try:
             attempt(n)
             return n
-        except torch.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as e:
+            if not is_out_of_memory(e):
+                raise
             say(f"micro-batches of {n} sequences do not fit into memory")
-    raise torch.OutOfMemoryError
+    raise UserError("out of memory: not even one sequence fits; a larger --loss_chunks needs less and has the same result, or choose a "
+                    "smaller --block_size or model")
+
+
+def less_memory(micro):
+    """ the settings with which a step of `micro` sequences at a time needs less """
+    if micro > 1:
+        return f"--micro_batch_size={divisors(micro)[-2]} needs less, and has the same result"
+    return "a larger --loss_chunks needs less and has the same result, or choose a smaller --block_size or model"
 
 
 def fit_micro_batch(model, config, share, device, dtype, say):

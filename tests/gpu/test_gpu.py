@@ -79,4 +79,4 @@ def test_micro_batch_is_found(script, args):
 
 def test_out_of_memory_is_one_line(script, args):
     result = script('train.py', *args, '--batch_size=1048576', '--micro_batch_size=1048576', '--compile=False', ok=False)
-    assert result.rc == 2 and 'error: out of memory; set a smaller --micro_batch_size' in result.err
+    assert result.rc == 2 and 'error: out of memory in a step of 1048576 sequences at a time; --micro_batch_size=524288' in result.err

@@ -52,7 +52,7 @@ def test_largest_micro_batch_that_fits():
     assert largest_that_fits(48, attempt, said.append) == 12 and tried == [48, 24, 16, 12]
     assert said == [f"micro-batches of {n} sequences do not fit into memory" for n in (48, 24, 16)]
     assert largest_that_fits(7, attempt, said.append) == 7
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(UserError, match='not even one sequence fits; a larger --loss_chunks'):
         largest_that_fits(2, lambda n: attempt(13), said.append)
 
 
