@@ -422,7 +422,7 @@ def write_report(folder, results):
     draw_all(results, folder)
     write_json(os.path.join(folder, 'results.json'), finite(results))
     with replacing(os.path.join(folder, 'report.md')) as file:
-        file.write(markdown(results, os.path.basename(folder)).encode())
+        file.write(markdown(results, os.path.basename(folder)).encode(errors='backslashreplace'))
 
 
 def finite(value):

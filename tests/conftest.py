@@ -50,13 +50,13 @@ class Result:
         self.rc, self.out, self.err = rc, out, err
 
 
-def run_script(script, *args, tmp_path, ok=True, processes=1, stdin='', env=None, fork=True):
+def run_script(script, *args, tmp_path, ok=True, processes=1, stdin='', env=None, fork=True, uid=None):
     """
     Run a script of the repository as a user would; `processes` > 1 goes through torchrun. fork=True starts the process as a copy
-    of one that has torch loaded already, which saves its import, 4 of 6 seconds.
+    of one that has torch loaded already, which saves its import, 4 of 6 seconds. uid: as another user, which takes root.
     """
     if fork and processes == 1:
-        result = start_script(script, *args, tmp_path=tmp_path, stdin=stdin, env=env).wait()
+        result = start_script(script, *args, tmp_path=tmp_path, stdin=stdin, env=env, uid=uid).wait()
     else:
         argv, env = [str(ROOT / script), *map(str, args)], environment(tmp_path, **(env or {}))
         torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes > 1 else []
@@ -93,11 +93,11 @@ def wait_until(condition, process=None):
 class Started:
     """ a script that was started as a copy of the fork server; its output goes to files """
 
-    def __init__(self, argv, tmp_path, env, stdin):
+    def __init__(self, argv, tmp_path, env, stdin, uid):
         self.folder = Path(tempfile.mkdtemp(dir=tmp_path))
         self.files = [self.folder / name for name in ('stdin', 'stdout', 'stderr')]
         self.files[0].write_text(stdin)
-        self.process = FORKSERVER.Process(target=run_forked, args=(argv, str(tmp_path), env, self.files))
+        self.process = FORKSERVER.Process(target=run_forked, args=(argv, str(tmp_path), env, self.files, uid))
         self.process.start()
         self.pid = self.process.pid
 
@@ -120,15 +120,15 @@ class Started:
         return result
 
 
-def start_script(script, *args, tmp_path, stdin='', env=None):
-    return Started([str(ROOT / script), *map(str, args)], tmp_path, environment(tmp_path, **(env or {})), stdin)
+def start_script(script, *args, tmp_path, stdin='', env=None, uid=None):
+    return Started([str(ROOT / script), *map(str, args)], tmp_path, environment(tmp_path, **(env or {})), stdin, uid)
 
 
 FORKSERVER = multiprocessing.get_context('forkserver')
 FORKSERVER.set_forkserver_preload(['torch', 'torch._dynamo', 'torch.nn.parallel', 'tqdm'])
 
 
-def run_forked(argv, folder, env, files):
+def run_forked(argv, folder, env, files, uid):
     """ what `python argv...` does, in a process that is a copy of the fork server """
     os.chdir(folder)
     os.environ.clear()
@@ -137,6 +137,10 @@ def run_forked(argv, folder, env, files):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), fd)
     sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in ((0, 'r'), (1, 'w'), (2, 'w')))
     sys.argv, sys.path[0] = argv, os.path.dirname(argv[0])
+    if uid is not None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
     rc = 0
     try:
         runpy.run_path(argv[0], run_name='__main__')

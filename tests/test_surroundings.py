@@ -4,12 +4,15 @@ Whose environment is this? The real scripts with what other launchers, terminals
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, TINY, environment
+from conftest import PATIENCE, ROOT, TINY, environment, run_script
 
 from configurator import UserError, need
 from training.machine import git_state
@@ -200,3 +203,73 @@ def test_a_commit_is_ours_or_none(tmp_path, monkeypatch):
     assert said(PATH='/nonexistent') == 'None'
     monkeypatch.setenv('GIT_DIR', str(tmp_path))
     assert git_state() is None or len(git_state()) >= 40
+
+
+# -----------------------------------------------------------------------------
+# any legal name, any mode
+
+
+NAMES = ['new\nline', "quo'te", 'dou"ble', '[ab]', 'a*?', '-leading', ' spaces ', 'ünï 漢字 🙂', 'caf\udce9', '$HOME', '%s{}', 'a=b', '#c', 'x' * 255, '\x7f\x01', 'a,b', '~']
+
+
+def check_name(script, trained, tiny_data, tmp_path, name):
+    """ as a run directory: trained, continued, moved aside, sampled, exported, compared; as the name of a dataset """
+    args = [*TINY, f'--dataset=./{name}/data', f'--out_dir=./{name}/run', '--max_iters=2', '--eval_interval=1']
+    shutil.copytree(tiny_data, f'{tmp_path}/{name}/data')
+    script('train.py', *args)
+    assert 'continued from iter 2' in script('train.py', *args, '--max_iters=3', '--lr_decay_iters=2').out
+    assert 'is now in' in script('train.py', *args, '--seed=2').out
+    assert script('sample.py', f'--out_dir=./{name}/run', '--max_new_tokens=2', '--start=x').out.startswith('x')
+    script('export.py', f'--out_dir=./{name}/run', f'--to=./{name}/hf')
+    if ',' not in name:  # which separates runs there
+        script('compare.py', f'--runs=./{name}/run', f'--out_dir=./{name}/report')
+        assert os.path.exists(f'{tmp_path}/{name}/report/report.md')
+    assert {'data', 'hf', 'run', 'run.1'} <= set(os.listdir(f'{tmp_path}/{name}')) and set(os.listdir(tmp_path)) <= {name, '.cache', '.config', '.local'}
+
+
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[] if name in ('[ab]', 'caf\udce9') else pytest.mark.chaos) for name in NAMES], ids=ascii)
+def test_any_legal_name(script, trained, tiny_data, tmp_path, name):
+    check_name(script, trained, tiny_data, tmp_path, name)
+
+
+@pytest.mark.chaos
+def test_random_environments(monkeypatch):
+    """ 20,000 of them: ranks, or one line """
+    rng, values = random.Random(0), ['', ' ', '0', '1', '2', '-1', '1.0', 'x', '99999999999', '٣', '0x1', '\n', '1e3', 'localhost', '29500']
+    for _ in range(20_000):
+        for key in (*TORCHRUN, 'SLURM_STEP_NUM_TASKS', 'SLURM_PROCID'):
+            if rng.random() < 0.4:
+                monkeypatch.delenv(key, raising=False)
+            else:
+                monkeypatch.setenv(key, rng.choice(values))
+        try:
+            rank, world_size, local_rank = read_ranks()
+            assert 0 <= local_rank <= rank < world_size
+        except UserError as e:
+            assert '\n' not in str(e)
+
+
+NOBODY = 65534
+
+
+@pytest.mark.skipif(os.name == 'nt' or os.getuid() != 0, reason="acts as another user")
+@pytest.mark.parametrize('name', ['ckpt_00000020.pt', 'ckpt_00000010.pt', 'run.json', 'metrics.jsonl', 'summary.json', 'best.pt', '.lock', '.', pytest.param('wandb', marks=pytest.mark.chaos)])
+@pytest.mark.parametrize('mode', [0o000, pytest.param(0o200, marks=pytest.mark.chaos), pytest.param(0o400, marks=pytest.mark.chaos), pytest.param(0o500, marks=pytest.mark.chaos)], ids=oct)
+def test_file_modes(tiny_data, trained, tmp_path_factory, name, mode):
+    """ whatever a file's mode is, nothing is lost: it works, or says in one line what it cannot read or write """
+    folder = Path(tempfile.mkdtemp(prefix='modes-'))  # pytest's own are closed to others
+    try:
+        shutil.copytree(trained, folder / 'out/swiglu')
+        shutil.copytree(tiny_data, folder / 'data')
+        (folder / 'out/swiglu/wandb').mkdir()
+        for path in [folder, *folder.rglob('*')]:
+            os.chown(path, NOBODY, NOBODY)
+        content = {path.name: path.read_bytes() for path in (folder / 'out/swiglu').iterdir() if path.is_file()}
+        os.chmod(folder / 'out/swiglu' / name, mode)
+        for flags in (['--seed=2'], ['--max_iters=22', '--lr_decay_iters=20']):
+            result = run_script('train.py', *TINY, f'--dataset={folder}/data', *flags, tmp_path=folder, ok=False, uid=NOBODY)
+            assert 'Traceback' not in result.err and (result.rc == 0 or result.rc == 2 and result.err.startswith('error: ') and result.err.count('\n') == 1), result.err
+        there = {path.read_bytes() for path in folder.rglob('*.pt')}  # root may read them all
+        assert content['ckpt_00000020.pt'] in there and content['best.pt'] in there
+    finally:
+        shutil.rmtree(folder)
