@@ -236,13 +236,6 @@ def our_config(config, **changes):
     return TrainConfig(**(NANOGPT | shape | changes))
 
 
-def our_model(train_config, device, compiled):
-    model = GPT(train_config, train_config.seed).to(device)
-    if compiled:
-        model.compile(dynamic=False)
-    return model
-
-
 def our_step(device, train_config, dtype, compiled):
     """ a call that takes one optimizer step as train.py does, on one of four batches that lie ready """
     processes = Processes()
@@ -252,13 +245,13 @@ def our_step(device, train_config, dtype, compiled):
     processes.connect(device)
     share = train_config.batch_size // processes.world_size
     micro = choose_micro_batch_size(train_config, share)
-    step = TrainStep(our_model(train_config, device, compiled), train_config, device, dtype, share // micro, processes.world_size)
+    step = TrainStep(GPT(train_config, train_config.seed).to(device), train_config, device, dtype, micro, processes, compiled)
     batches, its = random_batches(replace(train_config, batch_size=share), device), itertools.count()
 
-    def take_step():
+    def load(it, rows):
         x, y = next(batches)
-        step(next(its), zip(x.split(micro), y.split(micro), strict=True))
-    return take_step
+        yield from zip(x.split(len(rows[0])), y.split(len(rows[0])), strict=True)
+    return lambda: step(next(its), load)
 
 
 def random_batches(shape, device):
@@ -309,7 +302,7 @@ def prompt_of_16(shape, batch_size, device):
 def our_decode(device, shape, dtype, batch_size, n):
     """ a call that samples n tokens after a prompt of 16 """
     choose_device(str(device))
-    model, prompt = our_model(shape, device, False), prompt_of_16(shape, batch_size, device)
+    model, prompt = GPT(shape, shape.seed).to(device), prompt_of_16(shape, batch_size, device)
     dtype = pack_for_sampling(model, device, dtype)
 
     def call():

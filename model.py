@@ -24,7 +24,8 @@ class ReLU2(nn.Module):
     """ relu(x)^2 (So et al. 2021, arXiv 2109.08668) """
 
     def forward(self, x):
-        return F.relu(x).square()
+        x = F.relu(x)
+        return x * x  # of square() autocast makes float32 on a GPU
 
 
 class Swish(nn.Module):
@@ -168,7 +169,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-5)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, 1e-5).type_as(x)  # autocast makes it float32 on some versions of torch
 
 
 def make_norm(config):
@@ -288,15 +289,18 @@ class GPT(nn.Module):
         return self.norm_f(x)
 
     def forward(self, idx, targets=None):
-        """ idx, targets (B, T) -> logits (B, T, V) and the cross entropy in nats (None without targets; -1 is no target) """
+        """
+        idx, targets (B, T) -> logits (B, T, V) and the cross entropy in nats (None without targets; -1 is no target). When training the
+        logits are None: that they are not used would cost a gradient of zeros for each.
+        """
         x = self.features(idx)
+        if targets is None:
+            return self.lm_head(x), None
         if self.training and self.config.loss_chunks > 1:
             return None, self.chunked_loss(x, targets)
         logits = self.lm_head(x)
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-        return logits, loss
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return None if self.training else logits, loss
 
     def chunked_loss(self, x, targets):
         """ the mean cross entropy of forward(), piece by piece: the logits of a piece are dropped, and made again in the backward pass """
@@ -304,7 +308,7 @@ class GPT(nn.Module):
             return F.cross_entropy(self.lm_head(x).float(), targets, ignore_index=-1, reduction='sum')
 
         pieces = zip(x.flatten(0, 1).chunk(self.config.loss_chunks), targets.flatten().chunk(self.config.loss_chunks), strict=True)
-        return sum(checkpoint(piece, *args, use_reentrant=False) for args in pieces) / (targets != -1).sum()
+        return sum(checkpoint(piece, *args, use_reentrant=False, preserve_rng_state=False) for args in pieces) / (targets != -1).sum()
 
 
 # -----------------------------------------------------------------------------

@@ -9,12 +9,12 @@ The same command again continues the run, or says that it is finished.
 """
 
 import gc
-import math
 import os
 import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import FilePath, UserError, configure, memory_for, one_line, require, run_main, what_is_wrong
+from configurator import FilePath, UserError, configure, is_out_of_memory, memory_for, one_line, require, run_main, what_is_wrong
 from data.tokens import Dataset, prepare_if_missing
 from model import GPT, GPTConfig
 from training import checkpoint, rundir
@@ -35,17 +35,18 @@ from training.machine import (
     be_deterministic,
     choose_compile,
     choose_device,
-    choose_micro_batch_size,
     describe_machine,
+    divisors,
     dtype_name,
-    fit_micro_batch,
+    find_micro_batch,
     less_memory,
+    uncompile,
     use_step_graph,
     versions,
 )
 from training.optimizer import SpikeGuard, configure_optimizers, learning_rate, set_learning_rate
 from training.pretrained import implied_by_weights, load_gpt2
-from training.processes import Processes, once, watch_signals
+from training.processes import Processes, once, say_once, watch_signals
 from training.records import announce, describe_run, log_evaluation, log_step, summarize
 from training.tracking import Tracker, default_out_dir
 
@@ -128,6 +129,10 @@ def main():
     start = rundir.choose_start(config, data, processes, dtype)
     if start.finished:
         return processes.leave()
+    compiled = choose_compile(config, device, dtype)
+    if config.deterministic is True or config.deterministic == 'auto' and device.type == 'cpu':
+        be_deterministic(device, compiled)  # before the first product
+
     with memory_for("building the model", "choose a smaller one"):
         model = GPT(config, config.seed).to(device)
         if start.state:
@@ -135,21 +140,12 @@ def main():
         elif start.weights:
             model.load_state_dict(load_gpt2(start.weights, config, processes.say))
 
-    # how a batch is cut up: into micro-batches, dealt out to the processes in turn
-    micro = choose_micro_batch_size(config, config.batch_size // processes.world_size)
-    if device.type == 'cuda' and not config.micro_batch_size and not config.eval_only:
-        micro = fit_micro_batch(model, config, config.batch_size // processes.world_size, device, dtype, processes.say)
-    rows = [range(j * micro, (j + 1) * micro) for j in range(processes.rank, config.batch_size // micro, processes.world_size)]
-    compiled = choose_compile(config, device, dtype)
-    if config.deterministic is True or config.deterministic == 'auto' and device.type == 'cpu':
-        be_deterministic(device, compiled)
-    if compiled:
-        model.compile(dynamic=False)  # in place: the state dict keeps its names
     if config.eval_only:
         processes.say(f"{start.path}: {describe_val(evaluate(model, data, config, processes, device, dtype))}")
         return processes.leave()
 
-    step = TrainStep(model, config, device, dtype, len(rows), processes.world_size)
+    micro = find_micro_batch(model, config, processes, device, dtype, start.state)
+    step = TrainStep(model, config, device, dtype, micro, processes, compiled)
     if start.state:
         step.load_state_dict(start.state)
         start.state = None  # frees its memory
@@ -158,9 +154,9 @@ def main():
         data.keep_on(device)
     machine = describe_machine(device, processes.world_size) | {'dtype': dtype_name(dtype), 'compile': compiled}
     tracker = Tracker(processes.rank == 0, config, start.iter, describe_run(config, data, machine, start))
-    announce(config, data, machine, start, rows, tracker)
+    announce(step, data, machine, start, tracker)
     try:
-        train(config, data, rows, step, start, processes, stop_signals, tracker)
+        train(config, data, step, start, processes, stop_signals, tracker)
     except UserError:
         tracker.finish(exit_code=1)
         raise
@@ -194,60 +190,120 @@ def open_dataset(config, processes):
 class TrainStep:
     """
     One optimizer step of a model, and what lasts from one to the next: the optimizers, float16's loss scale, the guard against spikes.
+
+    All that can fail is done before weights and state change. So a step that fails for what 'auto' chose (compiling, a CUDA graph, the
+    size of a micro-batch) is taken again without it.
     """
 
-    def __init__(self, model, config, device, dtype, n_micro, world_size=1):
-        self.model, self.config, self.device, self.dtype, self.n_micro = model, config, device, dtype, n_micro
+    def __init__(self, model, config, device, dtype, micro, processes, compiled=False):
+        self.model, self.config, self.device, self.dtype, self.processes, self.compiled = model, config, device, dtype, processes, compiled
         self.optimizers = configure_optimizers(model, config, device, dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.guard = SpikeGuard(device) if config.skip_spikes else None
-        self.ddp, self.graph, self.norms = model, None, {}
-        # numbers that stay on the device until someone asks: the last norm, the first step that was not finite, steps left out
-        self.norm, self.bad_iter, self.skipped = (torch.full((), value, device=device) for value in (0.0, -1, 0))
-        if world_size > 1:
-            self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == 'cuda' else None,
-                                               gradient_as_bucket_view=True)
-        if use_step_graph(config, device, world_size, n_micro, self.scaler):
-            self.graph = StepGraph(lambda x, y: (self.accumulate([(x, y)]), self.update()))
+        # on the device, until someone asks: norms of the last gradient; the step's number, the first bad one, how many were skipped
+        self.norms, self.norm = None, torch.zeros((), device=device)
+        self.it, self.bad_iter, self.skipped = (torch.full((), value, device=device) for value in (0, -1, 0))
+        self.given_up, self.synchronizing, self.say = [], False, say_once
+        self.ddp = model
+        if processes.world_size > 1:
+            self.ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == 'cuda' else None, broadcast_buffers=False)
+        if compiled:
+            model.compile(dynamic=False)  # in place: the state dict keeps its names
+        self.cut_up(micro)
 
-    def __call__(self, it, batches, wants_norms=False):
-        """ step `it` on the n_micro batches (x, y); -> the mean loss over them, on the device """
-        set_learning_rate(self.optimizers, learning_rate(it, self.config), self.device)
-        if self.graph and not wants_norms:  # the graph leaves no gradients to look at
-            loss, self.norm = self.graph(*next(batches))
-        else:
-            loss = self.accumulate(batches)
-            if wants_norms:
-                self.norms = gradient_norms(self.model, self.scaler.get_scale())
-            self.norm = self.update()
-        # with float16 the scaler leaves out a step whose gradient is not finite
-        bad = ~loss.isfinite() if self.scaler.is_enabled() else ~(loss.isfinite() & self.norm.isfinite())
-        self.bad_iter = torch.where((self.bad_iter < 0) & bad, it, self.bad_iter)
-        self.skipped += ~self.norm.isfinite()
-        return loss
+    def cut_up(self, micro):
+        """ self.rows: which sequences of the batch each micro-batch of this process has """
+        share = self.config.batch_size // self.processes.world_size
+        first = self.processes.rank * share
+        self.rows = [range(start, start + micro) for start in range(first, first + share, micro)]
+        self.graph = None
+        if use_step_graph(self.config, self.device, self.processes.world_size, len(self.rows), self.scaler):
+            self.graph = StepGraph(lambda x, y: self.take([(x, y)]))
+
+    def __call__(self, it, load):
+        """ step `it`; load(it, rows) -> the micro-batches (x, y), on the device; -> the mean loss over them, on the device """
+        set_learning_rate(self.optimizers, learning_rate(it, self.config))
+        self.it.fill_(it)
+        while True:
+            try:
+                batches = load(it, self.rows)
+                loss, self.norms, self.norm = self.graph(*next(batches)) if self.graph else self.take(batches)
+                return loss
+            except Exception as e:
+                if not self.give_up(e):
+                    raise
+
+    def take(self, batches):
+        loss = self.accumulate(batches)
+        return loss, *self.update(loss)
 
     def accumulate(self, batches):
         """ the gradient of the mean loss over the batches, scaled, into p.grad """
-        loss = torch.zeros((), device=self.device)
+        loss, n, self.synchronizing = torch.zeros((), device=self.device), len(self.rows), False
         for j, (x, y) in enumerate(batches):
-            with self.ddp.no_sync() if self.ddp is not self.model and j < self.n_micro - 1 else nullcontext():
+            with self.ddp.no_sync() if self.ddp is not self.model and j < n - 1 else nullcontext():
                 with autocast(self.device, self.dtype):
-                    micro_loss = self.ddp(x, y)[1] / self.n_micro
+                    micro_loss = self.ddp(x, y)[1] / n
+                self.synchronizing = self.ddp is not self.model and j == n - 1
                 self.scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()
         return loss
 
-    def update(self):
-        """ clip the gradients, step (unless the guard finds a spike), and drop them; -> the norm before clipping, on the device """
+    def update(self, loss):
+        """ clip the gradients, step (unless they are a spike, or overflow in float16), and drop them; -> their norms before clipping """
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)  # clipping needs the true gradient
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
-        skip = self.guard.judge(norm) if self.guard else None
+        norms = gradient_norms(self.model)
+        norm, skip = norms.norm(), None
+        if self.guard:
+            skip, guard_state = self.guard.judge(norm)
+        if self.scaler.is_enabled():  # one decision for all optimizers: an overflow in one's gradients is in the norm of all
+            overflow = ~norm.isfinite()
+            skip = overflow.float() if skip is None else torch.maximum(skip, overflow.float())
+            for p in self.model.parameters():
+                p.grad = torch.where(overflow, 0.0, p.grad)
+        if self.config.grad_clip:
+            true_norm = norm if skip is None else norm.nan_to_num()
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.grad_clip, true_norm)
         for optimizer in self.optimizers:
-            self.scaler.step(optimizer, skip)
+            optimizer.prepare(skip)
+
+        # from here on things change
+        for optimizer in self.optimizers:
+            optimizer.apply(skip)
             optimizer.zero_grad()
+        if self.guard:
+            self.guard.state.copy_(guard_state)
+        bad = ~loss.isfinite() if self.scaler.is_enabled() else ~(loss.isfinite() & norm.isfinite())
+        self.bad_iter.copy_(torch.where((self.bad_iter < 0) & bad, self.it, self.bad_iter))
+        self.skipped += ~norm.isfinite()
         self.scaler.update()
-        return norm
+        return norms, norm
+
+    def give_up(self, error):
+        """ make do without what 'auto' chose, if that may have been the reason, for a step to be taken again; -> whether there was such """
+        if self.processes.world_size > 1 and self.synchronizing:  # the others are in the middle of it
+            return False
+        self.model.zero_grad(set_to_none=True)
+        scaler, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self.device.type, enabled=self.scaler.is_enabled())
+        if scaler:
+            self.scaler.load_state_dict(scaler)
+        if self.device.type == 'cuda':
+            torch.cuda.empty_cache()
+        micro = len(self.rows[0])
+        if self.graph and self.config.cuda_graph == 'auto':
+            self.graph, what, flag = None, "the CUDA graph", '--cuda_graph=True'
+        elif is_out_of_memory(error) and self.config.micro_batch_size == 0 and micro > 1:
+            self.cut_up(divisors(micro)[-2])
+            what, flag = f"micro-batches of {micro} sequences, for {len(self.rows[0])} at a time", f'--micro_batch_size={micro}'
+        elif self.compiled and self.config.compile == 'auto' and not is_out_of_memory(error):
+            self.compiled, what, flag = False, "torch.compile", '--compile=True'
+            uncompile(self.model)
+        else:
+            return False
+        self.given_up.append(what)
+        self.say(f"warning: training goes on without {what} ({one_line(error)[:200]}); {flag} would insist on it")
+        return True
 
     def check_finite(self, tracker, saving_at=None):
         """ a UserError if a loss was not finite, or what is to be saved after so many steps is not; waits for the device """
@@ -269,12 +325,13 @@ class TrainStep:
         """ all but the model """
         for optimizer, saved in zip(self.optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(saved)
-        self.scaler.load_state_dict(state['scaler'])
+        if state['scaler']:  # empty, where the run was not in float16 so far
+            self.scaler.load_state_dict(state['scaler'])
         if self.guard:
             self.guard.state.copy_(state['guard'])
 
 
-def load_batches(data, config, it, rows, device):
+def load_batches(data, config, device, it, rows):
     """ the micro-batches of step `it` on the device; rows: which sequences of the batch each has """
     for sequences in rows:
         x, y = data.batch(sequences, it, config.batch_size, config.seed)
@@ -290,15 +347,14 @@ def load_batches(data, config, it, rows, device):
 # the loop
 
 
-def train(config, data, rows, step, start, processes, stop_signals, tracker):
-    """ rows: which sequences of a batch each micro-batch of this process has """
+def train(config, data, step, start, processes, stop_signals, tracker):
     device, is_main = step.device, processes.rank == 0
     clock, saver = Clock(device, start.seconds), checkpoint.Saver(config.out_dir, config.keep_checkpoints, tracker)
+    load = partial(load_batches, data, config, device)
     val, best_val, logged, stop = start.val, start.best_val, start.iter, False
     step.model.train()
-    if device.type == 'cuda':
-        gc.collect()
-        gc.freeze()  # what lives until the end need not be looked at again and again, while the GPU waits
+    if is_main:
+        step.say = tracker.say
 
     # it goes round once more than there are steps: evaluate, save, then leave or take a step
     for it in range(start.iter, max(start.iter, config.max_iters) + 1):
@@ -320,18 +376,20 @@ def train(config, data, rows, step, start, processes, stop_signals, tracker):
             step.check_finite(tracker, saving_at=it)
             saver.save({**step.state_dict(), 'iter': it, 'seconds': clock.seconds, 'val': val, 'best_val': best_val,
                         'config': {**asdict(config), **start.identity}, 'schedule': start.schedule, 'dtype': dtype_name(step.dtype),
-                        'tokenizer': data.meta['tokenizer'], 'world_size': processes.world_size, 'versions': versions()},
-                       is_best, insist=stop or last)
+                        'micro_batch_size': len(step.rows[0]), 'world_size': processes.world_size, 'tokenizer': data.meta['tokenizer'],
+                        'versions': versions()}, is_best, insist=stop or last)
         if evaluating or saving:
             clock.resume()
         if last or stop:
             break
 
         n = it + 1  # steps that are taken after this one
-        wants_norms = n == config.max_iters or n % config.eval_interval == 0
-        with memory_for(f"in a step of {len(rows[0])} sequences at a time", less_memory(len(rows[0]))):
-            loss = step(it, load_batches(data, config, it, rows, device), wants_norms)
+        with memory_for(f"in a step of {len(step.rows[0])} sequences at a time", less_memory(len(step.rows[0]))):
+            loss = step(it, load)
 
+        if n == start.iter + 5 and device.type == 'cuda':
+            gc.collect()
+            gc.freeze()  # what was made by now lives until the end, and need not be looked at while the GPU waits
         # look at the numbers, which waits for the device: every step on a CPU, else every log_interval
         if device.type == 'cpu':
             step.check_finite(tracker)

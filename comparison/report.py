@@ -2,6 +2,7 @@
 From the directories of finished runs to the report: results.json (all of it), report.md, plots, and a run in wandb.
 """
 
+import collections
 import math
 import os
 import shutil
@@ -165,6 +166,7 @@ def make_results(runs, baseline, margin, plan, missing=()):
         'seeds': sorted({run['seed'] for run in finished}),
         'unfinished': [*(run['dir'] for run in runs if run['status'] == 'unfinished'), *missing],
         'config': finished[0]['config'], 'data': finished[0]['data'], 'machines': list(machines.values()),
+        'given_up': dict(collections.Counter(what for run in finished if (what := run['summary'].get('given_up')))),
         'val_tokens': next((run['evals'][-1]['val/tokens'] for run in finished if run['evals']), 0), 'profiled': None,
     }
 
@@ -370,6 +372,8 @@ def describe_making(results):
     plan = results['plan']
     lines = [f"    {plan['command']}"]
     lines += map(describe_machine, results['machines'])
+    for what, n in results['given_up'].items():
+        lines.append(f"In {n} of the runs training went on without {what}: do not compare their speed with the others'.")
     if len({m['device_name'] for m in results['machines']}) > 1:
         lines.append("The runs are not all of one kind of machine: do not compare their tokens/s and seconds.")
     if plan.get('jobs', 1) > 1:

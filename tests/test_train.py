@@ -7,11 +7,14 @@ import sys
 
 import pytest
 import torch
-from conftest import PATIENCE, ROOT, TINY, environment, metrics, popen
+from conftest import PATIENCE, ROOT, TINY, environment, metrics, popen, run_script
 
+import train
 from model import GPT, GPTConfig
+from train import TrainConfig
 from training import checkpoint, evaluation
 from training.accounting import components, totals
+from training.processes import Processes
 
 
 def same_bits(a, b):
@@ -180,9 +183,10 @@ def test_out_of_memory_names_what_helps(tiny_data, tmp_path):
     def run(*flags):
         command = f'ulimit -v 3500000; exec {sys.executable} {ROOT}/train.py {" ".join([*TINY, "--dataset=" + tiny_data, "--vocab_size=50304", "--batch_size=512", "--max_iters=1", *flags])}'
         return subprocess.run(['bash', '-c', command], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE)
-    result = run()
+    result = run('--micro_batch_size=512')
     assert result.returncode == 2 and result.stderr == 'error: out of memory in a step of 512 sequences at a time; --micro_batch_size=256 needs less, and has the same result\n'
-    assert run('--micro_batch_size=32').returncode == 0
+    result = run('--out_dir=auto')  # finds its way
+    assert result.returncode == 0 and 'warning: training goes on without micro-batches of 512 sequences, for 256 at a time (RuntimeError: ' in result.stdout
     result = run('--n_embd=48000', '--n_head=1000')
     assert result.returncode == 2 and result.stderr == 'error: out of memory building the model; choose a smaller one\n'
 
@@ -328,3 +332,197 @@ def test_training_needs_little(script, tiny_data, tmp_path):
     (tmp_path / 'without.py').write_text(code)
     script(tmp_path / 'without.py', ROOT / 'train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=2')
     assert script(tmp_path / 'without.py', ROOT / 'sample.py', '--max_new_tokens=5').out
+
+
+# -----------------------------------------------------------------------------
+# 'auto' never ends a run: what it chose and could not have costs a line, and the step is taken again
+
+
+PATCHED = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, train
+from configurator import run_main
+{code}
+run_main(train.main, train.explain)
+"""
+
+COMPILED = """
+train.choose_compile = lambda config, device, dtype: config.compile is not False
+
+def compile(model, **options):
+    calls = []
+
+    def call(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the compiler is broken")
+        return model.forward(*args)
+    model._compiled_call_impl = call
+
+train.GPT.compile = compile
+"""
+
+GRAPH = """
+train.use_step_graph = lambda config, *args: config.cuda_graph is not False
+
+class Graph:
+    def __init__(self, step):
+        self.step, self.calls = step, 0
+
+    def __call__(self, x, y):
+        self.calls += 1
+        if self.calls == 4:
+            {before}
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return self.step(x, y)
+
+train.StepGraph = Graph
+"""
+
+MEMORY = """
+forward, calls = train.GPT.forward, []
+
+def refuse(model, idx, targets=None):
+    calls.append(1)
+    if len(calls) > 9 and len(idx) > 2:
+        raise {error}
+    return forward(model, idx, targets)
+
+train.GPT.forward = refuse
+"""
+
+PREPARE = """
+from training.optimizer import Muon
+prepare, calls = Muon.prepare, []
+
+def refuse(self, skip=None):
+    prepare(self, skip)
+    calls.append(1)
+    if len(calls) == 5:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+Muon.prepare = refuse
+"""
+
+INJECTED = {
+    'a compiled model at its third call': (COMPILED, 'torch.compile (RuntimeError: the compiler is broken); --compile=True'),
+    'a graph at its capture': (GRAPH.format(before=''), 'the CUDA graph (RuntimeError: operation not permitted'),
+    'a graph that had computed gradients': (GRAPH.format(before='loss = self.step.__closure__[0].cell_contents.accumulate([(x, y)])'), 'the CUDA graph (RuntimeError: operation not permitted'),
+    'memory, by sequences': (MEMORY.format(error='torch.OutOfMemoryError("CUDA out of memory")'), 'micro-batches of 8 sequences, for 4 at a time (OutOfMemoryError: CUDA out of memory)'),
+    'memory, on a CPU': (MEMORY.format(error='RuntimeError("DefaultCPUAllocator: can\'t allocate memory")'), "micro-batches of 4 sequences, for 2 at a time (RuntimeError: Default"),
+    'cuBLAS': (MEMORY.format(error='RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")'), 'micro-batches of 8'),
+    'memory, in the optimizer': (PREPARE, 'micro-batches of 8 sequences, for 4 at a time (OutOfMemoryError: CUDA out of memory'),
+}
+
+
+def patched(tmp_path, tiny_data, code, *flags, **options):
+    (tmp_path / 'patched.py').write_text(PATCHED.format(root=str(ROOT), code=code))
+    return run_script(tmp_path / 'patched.py', *TINY, f'--dataset={tiny_data}', *flags, tmp_path=tmp_path, **options)
+
+
+@pytest.mark.parametrize('what', INJECTED)
+def test_auto_never_ends_a_run(tiny_data, trained, tmp_path, what):
+    code, said = INJECTED[what]
+    out = patched(tmp_path, tiny_data, code).out
+    assert 'warning: training goes on without ' + said in out and ' would insist on it' in out and out.count('warning') == (2 if 'sequences' in what or 'CPU' in what or what == 'cuBLAS' else 1)
+    for key in ('train/loss', 'val/loss', 'grad_norm'):
+        got, expected = metrics(tmp_path / 'out/swiglu', key), metrics(trained, key)
+        assert got.keys() == expected.keys() and all(got[it] == pytest.approx(expected[it], abs=1e-5) for it in got), key
+    assert said.split(' (')[0] in json.loads((tmp_path / 'out/swiglu/summary.json').read_text())['given_up']
+
+
+def test_what_is_insisted_on_is_an_error(tiny_data, tmp_path):
+    for code, flag, words in ((COMPILED, '--compile=True', 'the compiler is broken'), (GRAPH.format(before=''), '--cuda_graph=True', 'stream is capturing'),
+                              (MEMORY.format(error='torch.OutOfMemoryError'), '--micro_batch_size=8', 'out of memory in a step of 8 sequences at a time; --micro_batch_size=4')):
+        result = patched(tmp_path, tiny_data, code, flag, ok=False)
+        assert result.rc in (1, 2) and words in result.err and 'warning' not in result.out
+
+
+def test_a_mistake_of_our_own_is_no_reason_to_go_on(tiny_data, tmp_path):
+    """ nothing of 'auto' is in use on a CPU: a bug keeps its traceback """
+    result = patched(tmp_path, tiny_data, 'train.gradient_norms = None', ok=False)
+    assert result.rc == 1 and 'TypeError' in result.err and 'warning' not in result.out
+
+
+def test_one_of_several_processes_goes_on(tiny_data, tmp_path):
+    """ before the gradients are exchanged it may try again; in the middle of that it may not """
+    code = MEMORY.format(error='torch.OutOfMemoryError("CUDA out of memory")').replace('if len', "if __import__('os').environ['RANK'] == '1' and len")
+    out = patched(tmp_path, tiny_data, code, '--out_dir=two', processes=2)
+    assert 'warning: training goes on without micro-batches of 4' in out.out or 'rank 1: warning: training goes on without micro-batches of 4' in out.out
+    patched(tmp_path, tiny_data, '', '--out_dir=one')
+    got, expected = metrics(tmp_path / 'two', 'train/loss'), metrics(tmp_path / 'one', 'train/loss')
+    assert got.keys() == expected.keys() and all(got[it] == pytest.approx(expected[it], abs=1e-5) for it in got)
+    step = train.TrainStep(GPT(GPTConfig(vocab_size=8, n_layer=1, n_embd=24)), TrainConfig(vocab_size=8, n_layer=1, n_embd=24), torch.device('cpu'), torch.float32, 16, Processes())
+    step.processes.world_size, step.synchronizing = 2, True
+    assert not step.give_up(torch.OutOfMemoryError()) and len(step.rows[0]) == 16
+    step.processes.world_size = 1
+
+
+# -----------------------------------------------------------------------------
+# float16: one decision for all optimizers
+
+
+@pytest.mark.parametrize('grad_clip, value', [(0.0, math.nan), (1.0, math.inf), (1.0, math.nan), (0.0, -math.inf)])
+@pytest.mark.parametrize('where', ['wte.weight', 'h.0.norm_1.weight', 'h.1.ffn.down_proj.weight', 'h.0.attn.qkv_proj.weight', 'lm_head.weight'])
+def test_an_overflow_in_any_gradient_leaves_all_as_it_was(where, grad_clip, value):
+    for guard in (False, True):
+        check_overflow(where, grad_clip, value, guard)
+
+
+def check_overflow(where, grad_clip, value, guard):
+    config = TrainConfig(vocab_size=40, n_layer=2, n_head=2, n_embd=48, block_size=16, batch_size=2, zero_init=False, grad_clip=grad_clip, skip_spikes=guard)
+    model = GPT(config)
+    step = train.TrainStep(model, config, torch.device('cpu'), torch.float16, 2, Processes())
+    idx = torch.randint(40, (2, 16), generator=torch.Generator().manual_seed(0))
+    step(0, lambda it, rows: iter([(idx, idx)]))  # momentum is there
+    before = [p.detach().clone() for p in model.parameters()]
+    states = [{key: value.clone() for key, value in state.items()} for optimizer in step.optimizers for state in optimizer.state.values()]
+    scale, handle = step.scaler.get_scale(), dict(model.named_parameters())[where].register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), value))
+    step(1, lambda it, rows: iter([(idx, idx)]))
+    handle.remove()
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+    after = [state for optimizer in step.optimizers for state in optimizer.state.values()]
+    assert all(torch.equal(old[key], new[key]) for old, new in zip(states, after, strict=True) for key in old)
+    assert step.scaler.get_scale() == scale / 2 and int(step.skipped) == 1 and int(step.bad_iter) == -1
+    step(2, lambda it, rows: iter([(idx, idx)]))
+    assert all(p.isfinite().all() for p in model.parameters()) and not torch.equal(before[0], model.wte.weight)
+
+
+def test_clipping_clips():
+    """ the step of AdamW does not depend on the gradient's size, but for its first moment: the norm that is clipped to is seen in that """
+    idx = torch.randint(40, (2, 16), generator=torch.Generator().manual_seed(0))
+    for grad_clip in (0.0, 0.01):
+        config = TrainConfig(vocab_size=40, n_layer=1, n_head=2, n_embd=48, block_size=16, batch_size=2, optimizer='adamw', grad_clip=grad_clip)
+        step = train.TrainStep(GPT(config), config, torch.device('cpu'), torch.float32, 2, Processes())
+        step(0, lambda it, rows: iter([(idx, idx)]))
+        moments = torch.cat([state['exp_avg'].flatten() for state in step.optimizers[0].state.values()])
+        assert float(step.norm) > 0.1 and moments.norm().item() / (1 - config.beta1) == pytest.approx(grad_clip or float(step.norm), rel=1e-4)
+    muon = TrainConfig(vocab_size=40, n_layer=1, n_head=2, n_embd=48, block_size=16, batch_size=2, grad_clip=0.01, zero_init=False)
+    step = train.TrainStep(GPT(muon), muon, torch.device('cpu'), torch.float32, 2, Processes())
+    step(0, lambda it, rows: iter([(idx, idx)]))
+    moments = [state['momentum_buffer'].norm() / (1 - muon.muon_momentum) for state in step.optimizers[1].state.values()]
+    assert 0 < torch.stack(moments).norm() <= 0.01
+
+
+def test_logged_norms_are_those_of_the_unscaled_gradient(tiny_data, tmp_path, script):
+    """ in float16 the loss is scaled by 65,536, and no norm that is logged is """
+    for dtype in ('float32', 'float16'):
+        script('train.py', *TINY, f'--dataset={tiny_data}', '--max_iters=4', '--eval_interval=4', f'--dtype={dtype}', f'--out_dir={dtype}')
+    keys = [key for key in json.loads((tmp_path / 'float32/metrics.jsonl').read_text().splitlines()[-1]) if key.startswith('grad_norm/')]
+    assert len(keys) == 8
+    for key in [*keys, 'grad_norm']:
+        assert metrics(tmp_path / 'float16', key)[4] == pytest.approx(metrics(tmp_path / 'float32', key)[4], rel=0.05), key
+
+
+def test_a_scaler_that_was_not_in_use_is_continued(script, tiny_data, tmp_path):
+    """ a run of a machine without float16, whose checkpoint has no loss scale """
+    args = [*TINY, f'--dataset={tiny_data}', '--lr_decay_iters=4']
+    script('train.py', *args, '--max_iters=2', '--dtype=auto')
+    [path] = checkpoint.paths(tmp_path / 'out/swiglu')
+    state = checkpoint.load(path)
+    state['dtype'] = 'float16'  # what auto would choose there
+    torch.save(state, path)
+    assert state['scaler'] == {}
+    script('train.py', *args, '--max_iters=4', '--dtype=float16')
+    assert newest(tmp_path / 'out/swiglu')['scaler']['scale'] > 1

@@ -52,10 +52,17 @@ def ffn_health(model, idx):
     return {name: torch.stack(values).tolist() for name, values in health.items()}
 
 
-def gradient_norms(model, scale=1.0):
-    """ {component: norm of its gradient / scale}, as tensors; the squares add up to the square of the whole norm """
-    squares = {}
+def gradient_norms(model):
+    """ the norm of the gradient of each part of each parameter, as one tensor; the norm of that is the norm of the whole gradient """
+    grads = [grad for name, p in model.named_parameters() for _, grad in split_parts(name, p.grad, model.config)]
+    return torch.stack(torch._foreach_norm(grads))
+
+
+def norms_by_component(model, norms):
+    """ {'grad_norm/<component>': norm} of gradient_norms() """
+    squares, values = {}, iter(norms.tolist())
     for name, p in model.named_parameters():
-        for part, grad in split_parts(name, p.grad, model.config):
-            squares.setdefault(component_of(part), []).append(grad.float().square().sum())
-    return {component: torch.stack(values).sum().sqrt() / scale for component, values in squares.items()}
+        for part, _ in split_parts(name, p, model.config):
+            key = f'grad_norm/{component_of(part)}'
+            squares[key] = squares.get(key, 0.0) + next(values) ** 2
+    return {key: value**0.5 for key, value in squares.items()}

@@ -4,6 +4,7 @@ The machine a script runs on: which device and precision, what it can do at most
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import shutil
@@ -18,7 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, is_out_of_memory
+from configurator import UserError, is_out_of_memory, one_line, say
 from training.accounting import components, totals
 
 # dense peak FLOP/s by (part of the GPU's name, type), from the data sheets; a GPU that is not here has no MFU
@@ -44,7 +45,9 @@ ENVIRONMENT = ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'WO
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MICRO_BATCH_TOKENS = 2**14  # of an automatic micro-batch on a CPU
 SMALL_MODEL = 30e6  # parameters below which a GPU waits for its kernels to be launched
-WORTH_COMPILING = 1e13  # FLOPs of training from which compiling pays on a CPU: it takes half a minute, and then a third off each step
+# FLOPs of training from which compiling pays: it takes half a minute and more, and then a third off each step
+WORTH_COMPILING = {'cpu': 1e13, 'cuda': 1e16}
+MAX_MICRO_BATCH_TOKENS = 2**15  # of an automatic micro-batch on a GPU: more is not faster, and from 2^31 logits on slower
 
 
 def choose_device(device='auto', dtype='auto', local_rank=0):
@@ -93,10 +96,14 @@ def cpu_compiles():
 def choose_compile(config, device, dtype):
     if config.compile != 'auto':
         return config.compile
-    if device.type != 'cpu':
-        return device.type == 'cuda'
     flops = config.max_iters * config.batch_size * config.block_size * totals(components(config))['train_flops']
-    return flops >= WORTH_COMPILING and dtype == torch.bfloat16 and cpu_has_bf16() and cpu_compiles()
+    worth = flops >= WORTH_COMPILING.get(device.type, math.inf)
+    return worth and (device.type == 'cuda' or dtype == torch.bfloat16 and cpu_has_bf16() and cpu_compiles())
+
+
+def uncompile(model):
+    """ undo model.compile() """
+    model._compiled_call_impl = None
 
 
 def keep_freed_memory():
@@ -188,12 +195,12 @@ class Clock:
 
 
 def use_step_graph(config, device, world_size, micro_batches, scaler):
-    """ whether a step is one CUDA graph: small models on one GPU, where a step is one micro-batch and has nothing random in it """
-    possible = device.type == 'cuda' and world_size == micro_batches == 1 and not config.dropout and not scaler.is_enabled()
+    """ whether a step is one CUDA graph: small models on one GPU, where a step is one micro-batch """
+    possible = device.type == 'cuda' and world_size == micro_batches == 1 and not scaler.is_enabled()
     if config.cuda_graph == 'auto':
         return possible and totals(components(config))['params'] < SMALL_MODEL
     if config.cuda_graph and not possible:
-        raise UserError("cuda_graph = True: needs one CUDA device, one micro-batch per step, no dropout, and not float16")
+        raise UserError("cuda_graph = True: needs one CUDA device, one micro-batch per step, and not float16")
     return config.cuda_graph
 
 
@@ -237,9 +244,18 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-def largest_that_fits(share, attempt, say=print):
-    """ the largest divisor n of share for which attempt(n) does not run out of memory """
-    for n in reversed(divisors(share)):
+def find_micro_batch(model, config, processes, device, dtype, state):
+    """ choose_micro_batch_size, on a GPU by trying; a run that is to have the same bits again keeps that of its checkpoint's state """
+    share = config.batch_size // processes.world_size
+    if device.type != 'cuda' or config.micro_batch_size:
+        return choose_micro_batch_size(config, share)
+    saved = config.deterministic is True and state and state.get('micro_batch_size')
+    return saved if saved and share % saved == 0 else fit_micro_batch(model, config, share, device, dtype, processes)
+
+
+def largest_that_fits(sizes, attempt, say=print):
+    """ the largest of sizes (ascending) for which attempt(n) does not run out of memory """
+    for n in reversed(sizes):
         try:
             attempt(n)
             return n
@@ -258,11 +274,8 @@ def less_memory(micro):
     return "a larger --loss_chunks needs less and has the same result, or choose a smaller --block_size or model"
 
 
-def fit_micro_batch(model, config, share, device, dtype, say):
-    """ the largest micro-batch that fits into the GPU's memory, found by trying; the gradients are left as they were: none """
-    # what will be there besides: the optimizer's two averages, DDP's buckets
-    reserve = torch.empty(3 * sum(p.numel() for p in model.parameters()), device=device)
-
+def fit_micro_batch(model, config, share, device, dtype, processes):
+    """ the largest micro-batch, up to 32k tokens, that fits into the GPU's memory, found by trying; no gradients are left behind """
     def attempt(n):
         try:
             idx = torch.zeros(n, config.block_size, dtype=torch.long, device=device)
@@ -270,10 +283,24 @@ def fit_micro_batch(model, config, share, device, dtype, say):
                 model(idx, idx)[1].backward()
         finally:
             model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
 
-    micro = largest_that_fits(share, attempt, say)
-    del reserve
-    torch.cuda.empty_cache()
+    try:
+        attempt(1)  # so that cuBLAS has its handles, for which there may be no room later
+        # what will be there besides: the optimizer's two averages, what it computes, DDP's buckets; and room for what is not foreseen
+        copies = 4 if processes.world_size > 1 else 3
+        reserve = torch.empty(copies * sum(p.numel() for p in model.parameters()), device=device)
+        torch.cuda.set_per_process_memory_fraction(0.92, device)
+        sizes = [n for n in divisors(share) if n == 1 or n * config.block_size <= MAX_MICRO_BATCH_TOKENS]
+        micro = largest_that_fits(sizes, attempt, processes.say)
+        del reserve
+    except RuntimeError as e:  # whatever it is, training itself will show
+        micro = choose_micro_batch_size(config, share)
+        say(f"warning: the largest micro-batch could not be tried out ({one_line(e)[:200]}); taking {micro} sequences")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # or this would be the run's
     if dist.is_initialized():  # the same everywhere
         smallest = torch.tensor(micro, device=device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)

@@ -64,6 +64,11 @@ def once(text):
     return (f"rank {dist.get_rank()}: {text}" if dist.get_rank() else text) if is_first else ''
 
 
+def say_once(text):
+    if text := once(text):
+        say(text)
+
+
 class Processes:
     """ rank: of this one among the world_size of them all; local_rank: on its machine. All call a method at the same point. """
 
@@ -72,7 +77,10 @@ class Processes:
 
     def connect(self, device):
         if self.world_size > 1:
-            dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+            if device.type == 'cuda':
+                dist.init_process_group('nccl', device_id=device)
+            else:
+                dist.init_process_group('gloo')
             self.cpu_group = dist.new_group(backend='gloo')  # agrees without waiting for the GPUs
 
     def say(self, text):

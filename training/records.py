@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from training.accounting import components, table, totals
 from training.evaluation import describe_val
-from training.health import ffn_health
+from training.health import ffn_health, norms_by_component
 from training.machine import autocast, device_name, peak_flops, peak_memory
 from training.optimizer import describe_schedule, learning_rate
 from training.tracking import duration
@@ -22,8 +22,9 @@ def describe_run(config, data, machine, start):
                      'vocab_size': data.meta['vocab_size'], 'tokens': data.meta['tokens'], 'bytes': data.meta['bytes']}}
 
 
-def announce(config, data, machine, start, rows, tracker):
+def announce(step, data, machine, start, tracker):
     """ say what this run is """
+    config, rows = step.config, step.rows
     B, T, tokens = config.batch_size, config.block_size, data.meta['tokens']
     origin = f"continued from iter {start.iter}" if start.path else f"from {start.weights or 'scratch'}"
     tracker.say(table(config))
@@ -62,7 +63,7 @@ def log_step(n, loss, step, step_time, seconds, processes, tracker):
 def log_evaluation(val, data, step, seconds, tracker):
     """ an evaluation, with the state of the FFNs' hidden layers and the norms of the last step's gradient """
     record = {**progress(val['iter'], step.config), 'seconds': seconds, **val,
-              **{f'grad_norm/{component}': value.item() for component, value in step.norms.items()}}
+              **(norms_by_component(step.model, step.norms) if step.norms is not None else {})}
     x, _ = data.eval_batch(data.eval_windows(HEALTH_TOKENS)[0])
     with autocast(step.device, step.dtype):
         health = ffn_health(step.model, x.to(step.device))
@@ -78,6 +79,7 @@ def summarize(it, val, best_val, step, seconds, tracker):
     """ -> what summary.json holds, said too """
     summary = {'val_loss': val['val/loss'], 'val_stderr': val['val/stderr'], 'val_bpb': val['val/bpb'], 'best_val_loss': best_val,
                'seconds': seconds, 'params': totals(components(step.config))['params'], 'peak_memory': peak_memory(step.device),
+               'given_up': ', '.join(step.given_up),
                **progress(it, step.config)}
     memory = f"{summary['peak_memory'] / 2**30:.2f} GiB" if summary['peak_memory'] else "n/a"
     tracker.say(f"final {describe_val(val)}; best {best_val:.5f}\n"

@@ -5,7 +5,7 @@ import torch
 from small import SMALL, every_ffn, tokens
 
 from model import FFNS, GPT, GPTConfig
-from training.health import ffn_health, gradient_norms
+from training.health import ffn_health, gradient_norms, norms_by_component
 
 
 def test_gate_starts_as_alive_as_gelu():
@@ -53,6 +53,7 @@ def test_gradient_norms_cover_every_parameter(ffn):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=20, ffn=ffn, zero_init=False, bias=True, position='learned'))
     idx = torch.arange(16).view(2, 8)
     model(idx, idx)[1].backward()
-    norms = gradient_norms(model)
-    assert sum(norm.item()**2 for norm in norms.values()) == pytest.approx(sum(p.grad.square().sum().item() for p in model.parameters()), rel=1e-5)
-    assert ('ffn.gate' in norms) == FFNS[ffn][1]
+    total, norms = gradient_norms(model), norms_by_component(model, gradient_norms(model))
+    expected = sum(p.grad.square().sum().item() for p in model.parameters())
+    assert total.norm().item() ** 2 == pytest.approx(expected, rel=1e-5) and sum(norm**2 for norm in norms.values()) == pytest.approx(expected, rel=1e-5)
+    assert ('grad_norm/ffn.gate' in norms) == FFNS[ffn][1] and norms['grad_norm/lm_head'] == pytest.approx(model.lm_head.weight.grad.norm().item())

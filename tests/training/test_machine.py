@@ -9,7 +9,16 @@ from configurator import UserError
 from model import GPT
 from train import TrainConfig
 from training import machine
-from training.machine import autocast, choose_compile, choose_device, cpu_has_bf16, largest_that_fits, pack_for_sampling, peak_flops
+from training.machine import (
+    autocast,
+    choose_compile,
+    choose_device,
+    cpu_has_bf16,
+    divisors,
+    largest_that_fits,
+    pack_for_sampling,
+    peak_flops,
+)
 
 
 def test_choose_device():
@@ -49,11 +58,11 @@ def test_largest_micro_batch_that_fits():
         if n > 12:
             raise torch.OutOfMemoryError
 
-    assert largest_that_fits(48, attempt, said.append) == 12 and tried == [48, 24, 16, 12]
+    assert largest_that_fits(divisors(48), attempt, said.append) == 12 and tried == [48, 24, 16, 12]
     assert said == [f"micro-batches of {n} sequences do not fit into memory" for n in (48, 24, 16)]
-    assert largest_that_fits(7, attempt, said.append) == 7
+    assert largest_that_fits([1, 7], attempt, said.append) == 7
     with pytest.raises(UserError, match='not even one sequence fits; a larger --loss_chunks'):
-        largest_that_fits(2, lambda n: attempt(13), said.append)
+        largest_that_fits([1, 2], lambda n: attempt(13), said.append)
 
 
 def test_what_is_compiled(monkeypatch):
@@ -66,7 +75,8 @@ def test_what_is_compiled(monkeypatch):
     assert 720 * 16 * 128 * 3391488 == pytest.approx(5.0e12, rel=0.001)  # the default run
     assert not chosen() and not chosen(max_iters=1400) and chosen(max_iters=1500) and chosen(batch_size=64)
     assert not chosen(max_iters=1500, dtype=torch.float32) and not chosen(max_iters=1500, compile=False)
-    assert chosen(compile=True) and chosen('cuda') and not chosen('mps', max_iters=1500)
+    assert chosen(compile=True) and not chosen('mps', max_iters=10**9)
+    assert not chosen('cuda') and not chosen('cuda', max_iters=10**6) and chosen('cuda', max_iters=2 * 10**6)  # a second of work is not worth a minute
     monkeypatch.setattr(machine, 'cpu_compiles', lambda: False)
     assert not chosen(max_iters=1500)
 

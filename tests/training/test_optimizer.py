@@ -12,10 +12,22 @@ from small import SMALL, tokens
 from configurator import parse
 from model import FFNS, GPT
 from train import TrainConfig
-from training.optimizer import AdamW, Muon, SpikeGuard, configure_optimizers, learning_rate, orthogonalize
+from training import optimizer
+from training.optimizer import QUINTICS, AdamW, Muon, SpikeGuard, configure_optimizers, learning_rate, orthogonalize
 
 
-def test_muon_is_torchs_muon():
+def jordan(x, dtype=None):
+    """ the iteration of torch.optim.Muon, in float32 """
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x
+
+
+def test_muon_is_torchs_muon(monkeypatch):
+    """ but for how it comes to its orthogonal matrices: with the same iteration it is the same """
+    monkeypatch.setattr(optimizer, 'orthogonalize', jordan)
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.randn(24, 40) * 0.1) for _ in range(2))
     theirs.data.copy_(ours.data)
@@ -30,6 +42,53 @@ def test_muon_is_torchs_muon():
     moved = (theirs - start).norm()
     assert (ours - theirs).norm() < 0.02 * moved  # theirs iterates in bfloat16
     assert (ours - start).norm() > 0.01
+
+
+def matrix(rows, columns, spectrum):
+    """ with these singular values, and its singular vectors """
+    u, v = torch.linalg.qr(torch.randn(rows, rows))[0], torch.linalg.qr(torch.randn(columns, rows))[0]
+    return u, v, (u * spectrum(torch.arange(1, rows + 1.0))) @ v.T
+
+
+SPECTRA = {'flat': lambda i: torch.ones_like(i), '1/i': lambda i: 1 / i, '1/sqrt(i)': lambda i: i**-0.5, 'one of many': lambda i: torch.where(i == 1, 1.0, 0.01)}
+
+
+@pytest.mark.parametrize('spectrum', SPECTRA)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('shape', [(96, 96), (96, 144), (96, 256), (96, 384)])
+def test_orthogonalize(shape, dtype, spectrum):
+    """ the singular vectors stay, by SVD, and the singular values are brought near to 1: within 0.65 to 1.22, where 5 of the steps of torch's Muon reach 0.68 to 1.21 """
+    torch.manual_seed(0)
+    u, v, m = matrix(*shape, SPECTRA[spectrum])
+    for scale in (1e-6, 1.0, 1e12):
+        out = orthogonalize(torch.stack((m, -2 * m)) * scale, dtype).float()
+        core = u.T @ out[0] @ v
+        assert 0.65 < core.diag().min() and core.diag().max() < 1.22, (core.diag().min(), core.diag().max())
+        assert (core - core.diag().diag()).norm() / core.norm() < (1e-3 if dtype == torch.float32 else 0.1)
+        torch.testing.assert_close(out[1], -out[0], atol=0.05, rtol=0)
+
+
+def test_the_quintics_are_the_best():
+    """ together they bring every singular value from 0.003 on into 0.80 to 1.20, and no other choice of the first of them does better """
+    def worst(quintics):
+        x = torch.linspace(0.003, 1, 200_000, dtype=torch.float64)
+        for a, b, c in quintics:
+            x = a * x + b * x**3 + c * x**5
+        return (x - 1).abs().max().item()
+
+    unsafe = [(a * s, b * s**3, c * s**5) for (a, b, c), s in zip(QUINTICS, (1.01, 1.01, 1.01, 1.0), strict=True)]  # without what is left to rounding
+    assert worst(unsafe) == pytest.approx(0.198, abs=0.002) and worst(QUINTICS) < 0.25
+    for n in range(4):
+        for part in range(3):
+            for factor in (0.99, 1.01):
+                other = [list(q) for q in unsafe]
+                other[n][part] *= factor
+                assert worst(other) > worst(unsafe) + 1e-4
+
+
+def test_zeros_and_tiny_gradients_are_finite():
+    for m in (torch.zeros(2, 8, 24), torch.full((1, 8, 24), 1e-30), torch.eye(8, 24)[None] * 1e-25):
+        assert orthogonalize(m, torch.bfloat16).isfinite().all() and orthogonalize(m).isfinite().all()
 
 
 def test_adamw_is_torchs_adamw():
@@ -70,9 +129,9 @@ def test_a_skipped_step_leaves_everything_as_it_was(kind):
     for skip in (None, 0.0, 1.0, 0.0):
         model(idx, idx)[1].backward()
         before = bits()
-        for optimizer in optimizers:
-            optimizer.step(skip if skip is None else torch.tensor(skip))
-            optimizer.zero_grad()
+        for each in optimizers:
+            each.step(skip if skip is None else torch.tensor(skip))
+            each.zero_grad()
         same = [torch.equal(a, b) for a, b in zip(before, bits(), strict=False)]
         assert all(same) if skip else not any(same[:len(list(model.parameters()))])
 
@@ -84,13 +143,13 @@ def test_spikes():
     for it in range(1000):
         norm = rng.gauss(1, 0.05) + (3 if it in (20, 60, 300) else 0) + (0.5 if it >= 500 else 0)
         norm = math.inf if it == 400 else norm
-        judged = guard.judge(torch.tensor(norm)).item()
+        judged, guard.state = guard.judge(torch.tensor(norm))
         norm = mean if norm == math.inf else norm
         limit = mean + 6 * variance ** 0.5
         spike = n >= 50 and norm > limit
         weight, difference = max(0.01, 1 / (n + 1)), (limit if spike else norm) - mean
         n, mean, variance, spikes = n + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference ** 2), spikes + spike
-        assert judged == spike
+        assert judged.item() == spike
         assert it not in (20, 60, 300) or spike == (it > 50)
     assert guard.state.tolist() == pytest.approx([n, mean, variance, spikes], rel=1e-3)
     assert 2 <= spikes < 60 and mean == pytest.approx(1.5, abs=0.05)  # the lasting change at 500 was accepted in time
@@ -98,9 +157,9 @@ def test_spikes():
 
 def test_an_eager_run_does_not_import_dynamo():
     """ torch's optimizers would: two seconds of every start """
-    lines = ["import sys, torch", "from model import GPT", "from train import TrainConfig, TrainStep",
-             "config = TrainConfig(vocab_size=64, n_layer=1, n_embd=24)", "model, x = GPT(config), torch.zeros(2, 8, dtype=torch.long)",
-             "step = TrainStep(model, config, torch.device('cpu'), torch.float32, 1)", "step(0, [(x, x)])",
+    lines = ["import sys, torch", "from model import GPT", "from train import Processes, TrainConfig, TrainStep",
+             "config = TrainConfig(vocab_size=64, n_layer=1, n_embd=24, batch_size=2)", "model, x = GPT(config), torch.zeros(2, 8, dtype=torch.long)",
+             "step = TrainStep(model, config, torch.device('cpu'), torch.float32, 2, Processes())", "step(0, lambda it, rows: iter([(x, x)]))",
              "assert step.optimizers[0].state[model.lm_head.weight]['step'] == 1 and 'torch._dynamo' not in sys.modules"]
     subprocess.run([sys.executable, '-c', '\n'.join(lines)], cwd=ROOT, check=True, timeout=PATIENCE)
 
@@ -116,7 +175,6 @@ def test_muon_treats_the_parts_of_a_fused_matrix_apart():
     Muon([fused], [[16, 4, 4]], lr=0.1, weight_decay=0.0, momentum=0.9).step()
     Muon(parts, [[16], [4], [4]], lr=0.1, weight_decay=0.0, momentum=0.9).step()
     torch.testing.assert_close(fused.data, torch.cat([part.data for part in parts]))
-    assert torch.linalg.svdvals(orthogonalize(grad[None])).sub(0.95).abs().max() < 0.3
     # as large as an AdamW step: root mean square about 0.2 * learning rate
     assert parts[0].data.square().mean().sqrt().item() == pytest.approx(0.2 * 0.1 * math.sqrt(16 / 16), rel=0.25)
 
@@ -158,5 +216,5 @@ def test_every_parameter_is_optimized_once(ffn, optimizer):
         assert sorted(id(p) for group in groups for p in group['params']) == sorted(named)
         for group in groups:
             for p in group['params']:
-                assert (group['weight_decay'] > 0) == (p.dim() >= 2), named[id(p)]
-                assert ('momentum' in group) == (optimizer == 'muon' and named[id(p)].startswith('h.') and p.dim() == 2)
+                assert (group.get('weight_decay', 1) > 0) == (p.dim() >= 2), named[id(p)]
+                assert ('weight_decay' not in group) == (optimizer == 'muon' and named[id(p)].startswith('h.') and p.dim() == 2)
