@@ -4,7 +4,7 @@ How fast is it, against what? Times our training, decoding and data loading side
     python bench.py --ref=../nanoGPT                              # one training step at the size of nanoGPT's README for CPUs
     python bench.py --preset=cpu_10m --mode=decode --ref=../nanoGPT
     python bench.py --ffns=gelu,swiglu,relu2                      # FFNs against each other, at matched parameters
-    python bench.py --mode=gpu_check --ref=../nanoGPT             # everything that a GPU has to say, in ten minutes
+    python bench.py --mode=gpu_check --ref=../nanoGPT             # what a GPU has to say, in eight minutes; --out=DIR keeps it
 
 A machine's speed drifts, so only ratios within one run count: the sides take turns, forth and back (A B B A), and our side takes part
 twice. How much it differs from itself is the noise, and a ratio closer to 1 than twice that is within it. The last line is JSON.
@@ -20,11 +20,13 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -38,6 +40,7 @@ from comparison.matching import matched_width
 from configurator import FilePath, UserError, configure, require, run_main
 from data.tokens import Dataset, prepare_if_missing
 from data.writer import cpu_count
+from files import write_json
 from model import FFNS, GPT
 from sample import generate
 from train import TrainConfig, TrainStep
@@ -46,10 +49,10 @@ from training.machine import (
     autocast,
     choose_compile,
     choose_device,
-    choose_micro_batch_size,
     describe_machine,
     device_name,
     dtype_name,
+    find_micro_batch,
     pack_for_sampling,
     peak_flops,
     peak_memory,
@@ -63,13 +66,20 @@ NANOGPT = {'norm': 'layernorm', 'position': 'learned', 'qk_norm': False, 'tie_em
 PRESETS = {
     'cpu_char':  {'n_layer': 4,  'n_head': 4,  'n_embd': 128,  'block_size': 64,   'batch_size': 12, 'vocab_size': 65},
     'cpu_10m':   {'n_layer': 6,  'n_head': 6,  'n_embd': 384,  'block_size': 256,  'batch_size': 4,  'vocab_size': 65},
-    'char_gpu':  {'n_layer': 6,  'n_head': 6,  'n_embd': 384,  'block_size': 256,  'batch_size': 64, 'vocab_size': 65},
+    'char_gpu':  {'n_layer': 6,  'n_head': 6,  'n_embd': 384,  'block_size': 256,  'batch_size': 64, 'vocab_size': 65, 'dropout': 0.2},
     'gpt2_124m': {'n_layer': 12, 'n_head': 12, 'n_embd': 768,  'block_size': 1024, 'batch_size': 12, 'vocab_size': 50304},
+    'tiny':      {'n_layer': 1,  'n_head': 2,  'n_embd': 48,   'block_size': 32,   'batch_size': 4,  'vocab_size': 65, 'dropout': 0.2},
     'gpt2_350m': {'n_layer': 24, 'n_head': 16, 'n_embd': 1024, 'block_size': 1024, 'batch_size': 8,  'vocab_size': 50304},
 }
 
-
-GPU_CHECK = [('peak', 'gpt2_124m'), ('train', 'gpt2_124m'), ('train', 'char_gpu'), ('decode', 'gpt2_124m'), ('startup', 'char_gpu')]
+# name: (seconds that it may take, arguments of this script), what is worth most first
+GPU_CHECK = {
+    'train-124m': (140, ['--preset=gpt2_124m', '--rounds=4']),
+    'decode-124m': (90, ['--mode=decode', '--preset=gpt2_124m', '--rounds=4']),
+    'train-char': (70, ['--preset=char_gpu', '--rounds=4']),
+    'ffns-124m': (80, ['--ffns=gelu,swiglu,relu2', '--preset=gpt2_124m', '--rounds=4']),
+    'tests': (100, ['-m', 'pytest', '-o', 'addopts=', '-v', 'tests/gpu']),
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,8 @@ class BenchConfig:
     mode: Literal['train', 'peak', 'decode', 'data', 'startup', 'eval', 'quality', 'scale', 'gpu_check'] = 'train'  # what is timed
     preset: Literal[tuple(PRESETS)] = 'cpu_char'  # the shape of the model and the batch
     ref: FilePath = ''  # a nanoGPT checkout ('' = ours alone)
+    out: FilePath = ''  # folder that keeps what gpu_check prints and finds ('' = none)
+    dry: bool = False  # gpu_check with tiny shapes on this machine, whatever it has, to see that all of it runs
     ffns: str = ''  # comma-separated FFNs to time against each other instead, at matched parameters
     batch_size: int = 0  # sequences per step (0 = the preset's)
     rounds: int = 8  # turns of each side
@@ -152,13 +164,21 @@ class Worker:
             self.pipes.append(pipe)
             theirs.close()
 
-    def __call__(self, n):
-        try:
+    def send(self, n):
+        """ begin n calls """
+        with contextlib.suppress(BrokenPipeError):  # which receive() will tell
             for pipe in self.pipes:
                 pipe.send(n)
+
+    def receive(self):
+        try:
             return max(pipe.recv() for pipe in self.pipes)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionResetError):
             raise UserError("a side of the benchmark stopped, see above") from None
+
+    def __call__(self, n):
+        self.send(n)
+        return self.receive()
 
     def finish(self):
         memory = self(0)
@@ -187,11 +207,15 @@ def serve(pipe, build, args, device, threads, env):
 def take_turns(sides, rounds, seconds):
     """
     sides: {name: worker} -> {name: {'first': seconds of the first call, 'times': [seconds per call, one for each round]}}.
-    Each is warmed up until three calls in a row agree within 5 %, or for four turns; the order is reversed in every other round.
+    The first calls, which compile, begin together. Then each is warmed up until three calls in a row agree within 5 %, or for four turns;
+    the order is reversed in every other round.
     """
     out, calls = {}, {}
+    for side in sides.values():
+        side.send(1)
+    firsts = {name: side.receive() for name, side in sides.items()}
     for name, side in sides.items():
-        first, last = side(1), []
+        first, last = firsts[name], []
         while sum(last) < 4 * seconds and (len(last) < 3 or max(last[-3:]) > 1.05 * min(last[-3:])):
             last.append(side(1))
         out[name], calls[name] = {'first': first, 'times': []}, max(1, math.ceil(seconds / statistics.median(last[-3:])))
@@ -244,8 +268,9 @@ def our_step(device, train_config, dtype, compiled):
     device, _ = choose_device(str(device), local_rank=processes.local_rank)  # sets up the process as train.py does
     processes.connect(device)
     share = train_config.batch_size // processes.world_size
-    micro = choose_micro_batch_size(train_config, share)
-    step = TrainStep(GPT(train_config, train_config.seed).to(device), train_config, device, dtype, micro, processes, compiled)
+    model = GPT(train_config, train_config.seed).to(device)
+    micro = find_micro_batch(model, train_config, processes, device, dtype, None)
+    step = TrainStep(model, train_config, device, dtype, micro, processes, compiled)
     batches, its = random_batches(replace(train_config, batch_size=share), device), itertools.count()
 
     def load(it, rows):
@@ -274,7 +299,7 @@ def reference_model(ref, shape, device, compiled):
     module = nanogpt(ref)
     sizes = {key: getattr(shape, key) for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')}
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its parameter count
-        model = module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=False)).to(device)
+        model = module.GPT(module.GPTConfig(**sizes, dropout=shape.dropout, bias=False)).to(device)
         optimizer = model.configure_optimizers(1e-1, 1e-4, (0.9, 0.99), device.type)
     return torch.compile(model) if compiled else model, optimizer
 
@@ -364,7 +389,7 @@ def bench_train(config, device, dtype):
             builds['ours, float32'] = our_step, (shape, torch.float32, False), torch.float32
         ours = TrainConfig(**{key: getattr(shape, key) for key in PRESETS[config.preset]}, ffn='gelu')
         builds['ours, own recipe'] = our_step, (ours, dtype, compiled), dtype  # RoPE, QK-norm, RMSNorm, untied, Muon
-        if device.type == 'cuda' and not config.batch_size:
+        if device.type == 'cuda' and not config.batch_size and shape.batch_size != 64:
             large = replace(shape, batch_size=64)
             builds['ours, 64 sequences'] = our_step, (large, dtype, compiled), dtype
     names = list(builds)
@@ -401,7 +426,7 @@ def bench_decode(config, device, dtype):
     shape, out = our_config(config), {}
     n = min(200, shape.block_size - 16)
     print(f"{'sequences':<12}{'ours tok/s':>12}{'nanoGPT':>10}{'ratio':>8}   {n} new tokens each")
-    for batch_size in (1, 8, 64) if device.type == 'cuda' else (1, 8):
+    for batch_size in (1, 64) if device.type == 'cuda' else (1, 8):
         sides = {'ours': Worker(our_decode, (shape, dtype, batch_size, n), device)}
         if config.ref:
             sides['nanoGPT'] = Worker(reference_decode, (config.ref, shape, batch_size, n), device)
@@ -520,22 +545,56 @@ def bench_scale(config, device, dtype):
 
 
 def bench_gpu_check(config, device, dtype):
-    """ the GPU tests, then every mode that matters there, each in a process of its own """
-    if device.type != 'cuda':
-        raise UserError("mode = 'gpu_check': no CUDA device here")
-    ref, out = [f'--ref={config.ref}'] if config.ref else [], {}
-    commands = [[sys.executable, '-m', 'pytest', '-o', 'addopts=', '-q', 'tests/gpu'],
-                *([sys.executable, 'bench.py', f'--mode={mode}', f'--preset={preset}', *ref] for mode, preset in GPU_CHECK)]
-    for command in commands:
-        print(f"\n$ python {' '.join(command[1:])}", flush=True)
-        done = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
-        print(done.stdout, flush=True)
-        out[' '.join(command[1:])] = {'rc': done.returncode, 'last': (done.stdout.strip().splitlines() or [''])[-1]}
+    """ training, decoding and the tests of a GPU, each in a process of its own and under a limit of its own, shown as they come """
+    if device.type != 'cuda' and not config.dry:
+        raise UserError("mode = 'gpu_check': no CUDA device here; --dry runs it with tiny shapes on what there is")
+    if config.out:
+        os.makedirs(config.out, exist_ok=True)
+    out = {}
+    for name, (limit, args) in GPU_CHECK.items():
+        if name != 'tests':
+            args = ['bench.py', *args, *([f'--ref={config.ref}'] if config.ref and 'ffns' not in name else [])]
+        if config.dry:
+            small = ['--preset=tiny', '--rounds=2', '--seconds=0.01', '--compile=False', f'--device={device}']
+            args = [arg for arg in args if not arg.startswith('--preset')] + (['--collect-only'] if name == 'tests' else small)
+        print(f"\n$ python {' '.join(args)}", flush=True)
+        out[name] = run_for([sys.executable, '-u', *args], limit, config.out and os.path.join(config.out, f'{name}.log'))
+        print(f"{name}: {out[name]['seconds']:.0f} s, exit status {out[name]['rc']}", flush=True)
+        if config.out:
+            write_json(os.path.join(config.out, 'gpu_check.json'), out)
     return {'checks': out, 'ratio': None}
+
+
+def run_for(command, limit, log):
+    """
+    command's output, shown as it comes and kept in log; it is ended, with all that it started, after limit seconds.
+    -> {rc, seconds, result: its last line of JSON or None}
+    """
+    start, result = time.perf_counter(), None
+    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace',
+                               env={**os.environ, 'WANDB_MODE': 'disabled'}, start_new_session=True)
+    timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        with open(log or os.devnull, 'w', encoding='utf-8') as file:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                if line.startswith('{"config": '):  # as main ends
+                    result = json.loads(line)
+                else:
+                    print(line, end='', flush=True)
+        rc = process.wait()
+    finally:  # Ctrl-C, too, ends it
+        timer.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return {'rc': rc, 'seconds': time.perf_counter() - start, 'result': result}
 
 
 def main():
     config = configure(BenchConfig, doc=__doc__)
+    config = replace(config, ref=config.ref and os.path.abspath(config.ref))  # for processes that start elsewhere
     device, dtype = choose_device(config.device, config.dtype)
     if config.ref and not os.path.isfile(os.path.join(config.ref, 'model.py')):
         raise UserError(f"ref = {config.ref!r}: no model.py there; git clone https://github.com/karpathy/nanoGPT and name its folder")

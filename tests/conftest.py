@@ -68,15 +68,15 @@ def run_script(script, *args, tmp_path, ok=True, processes=1, stdin='', env=None
     return result
 
 
-def popen(argv, **options):
-    """ subprocess.Popen of texts; what runs for longer than PATIENCE is killed with all that it started, so that no wait for it is endless """
+def popen(argv, patience=PATIENCE, **options):
+    """ subprocess.Popen of texts; what runs for longer than `patience` seconds is killed with all that it started, so that no wait for it is endless """
     process = subprocess.Popen(argv, text=True, start_new_session=True, **options)
 
     def kill():
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(PATIENCE, kill)
+    timer = threading.Timer(patience, kill)
     timer.daemon = True
     timer.start()
     return process

@@ -1,10 +1,12 @@
 import json
 import os
+import subprocess
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment, popen
 
-from bench import NANOGPT, PRESETS, BenchConfig, busy_cores, cpu_ticks, judged, noise, our_config, ratio, take_turns
+from bench import NANOGPT, PRESETS, BenchConfig, busy_cores, cpu_ticks, judged, noise, our_config, ratio, run_for, take_turns
 from configurator import UserError, parse
 from model import GPT
 from training.accounting import components, totals
@@ -53,16 +55,28 @@ def test_ratios_are_taken_round_by_round():
 def test_sides_take_turns_forth_and_back():
     calls = []
 
-    def side(name):
-        return lambda n: calls.append(name) or 1.0
+    class Side:
+        def __init__(self, name):
+            self.name = name
 
-    results = take_turns({name: side(name) for name in 'abc'}, 4, 1e-9)
+        def send(self, n):
+            calls.append('begin')
+
+        def receive(self):
+            return 1.0
+
+        def __call__(self, n):
+            calls.append(self.name)
+            return 1.0
+
+    results = take_turns({name: Side(name) for name in 'abc'}, 4, 1e-9)
+    assert calls[:4] == ['begin'] * 3 + ['a']  # the first calls, which compile, begin together
     turns = calls[-12:]
     assert turns == ['a', 'b', 'c', 'c', 'b', 'a'] * 2
     assert all(len(row['times']) == 4 for row in results.values())
 
 
-@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize('preset', sorted(PRESETS.keys() - {'tiny'}))
 def test_both_sides_have_the_same_model(preset):
     """ as many parameters as nanoGPT's, whose own count leaves positions out, and its FLOPs: 6N + 12LHQT """
     config = our_config(BenchConfig(preset=preset))
@@ -104,6 +118,27 @@ def test_modes(mode, script, ref):
         assert 0 < result['data']['ours']['p50'] <= result['data']['ours']['p95']
     if mode == 'peak':
         assert result['peak']['float32'] > 1e9 and result['peak']['copy'] > 1e8
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_gpu_check(script, ref, tmp_path):
+    """ all of it, with tiny shapes on a CPU: the one chance on a GPU is not lost to a typo. Neither wandb nor datasets is there, nor a network """
+    (tmp_path / 'hidden').mkdir()
+    for package in ('wandb', 'datasets', 'transformers', 'safetensors', 'huggingface_hub'):
+        (tmp_path / 'hidden' / f'{package}.py').write_text('raise ImportError("not on that machine")')
+    argv = [sys.executable, str(ROOT / 'bench.py'), '--mode=gpu_check', '--dry', '--device=cpu', ref, '--out=kept']
+    process = popen(argv, patience=240, cwd=tmp_path, env=environment(tmp_path, PYTHONPATH=str(tmp_path / 'hidden')), stdout=subprocess.PIPE)
+    out = process.communicate()[0]
+    kept = json.loads((tmp_path / 'kept/gpu_check.json').read_text())
+    assert list(kept) == ['train-124m', 'decode-124m', 'train-char', 'ffns-124m', 'tests'] and {check['rc'] for check in kept.values()} == {0}, out
+    assert set(kept['train-char']['result']['sides']) >= {'ours', 'nanoGPT', 'ours, own recipe'} and set(kept['ffns-124m']['result']['sides']) == {'gelu', 'swiglu', 'relu2', 'again'}
+    assert kept['decode-124m']['result']['ratio'] > 0 and 'against nanoGPT' in (tmp_path / 'kept/train-124m.log').read_text() and 'test_gpu.py' in (tmp_path / 'kept/tests.log').read_text()
+
+
+def test_a_check_is_ended_at_its_limit(tmp_path, capsys):
+    """ and what it had said by then is there """
+    result = run_for([sys.executable, '-u', '-c', "print('so far'); print('{\"config\": 1}'); import time; time.sleep(60)"], 3, str(tmp_path / 'log'))
+    assert result['rc'] == -9 and result['result'] == {'config': 1} and (tmp_path / 'log').read_text() == 'so far\n{"config": 1}\n' and capsys.readouterr().out == 'so far\n'
 
 
 def test_errors(script, tmp_path):

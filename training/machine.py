@@ -22,20 +22,18 @@ import torch.distributed as dist
 from configurator import UserError, is_out_of_memory, one_line, say
 from training.accounting import components, totals
 
-# dense peak FLOP/s by (part of the GPU's name, type), from the data sheets; a GPU that is not here has no MFU
-PEAK_FLOPS = {
-    ('H200', 'bfloat16'): 989e12, ('H200', 'float16'): 989e12, ('H200', 'float32'): 494e12,
-    ('H100 PCIe', 'bfloat16'): 756e12, ('H100 PCIe', 'float16'): 756e12, ('H100 PCIe', 'float32'): 378e12,
-    ('H100 NVL', 'bfloat16'): 835e12, ('H100 NVL', 'float16'): 835e12, ('H100 NVL', 'float32'): 417e12,
-    ('H100', 'bfloat16'): 989e12, ('H100', 'float16'): 989e12, ('H100', 'float32'): 494e12,
-    ('A100', 'bfloat16'): 312e12, ('A100', 'float16'): 312e12, ('A100', 'float32'): 156e12,
-    ('L40S', 'bfloat16'): 362e12, ('L40S', 'float16'): 362e12, ('L40S', 'float32'): 183e12,
-    ('L4', 'bfloat16'): 121e12, ('L4', 'float16'): 121e12, ('L4', 'float32'): 60e12,
-    ('RTX 4090', 'bfloat16'): 165e12, ('RTX 4090', 'float16'): 165e12, ('RTX 4090', 'float32'): 82.6e12,
-    ('RTX 3090', 'bfloat16'): 71e12, ('RTX 3090', 'float16'): 71e12, ('RTX 3090', 'float32'): 35.6e12,
-    ('V100', 'float16'): 125e12, ('V100', 'float32'): 15.7e12,
-    ('T4', 'float16'): 65e12, ('T4', 'float32'): 8.1e12,
+# dense peak TFLOP/s of matrix products by part of the GPU's name, the longer before the shorter: in half precision (bfloat16 and float16;
+# the oldest have float16 alone), and in float32, which is TF32 where there is such. From the makers' data sheets, halved where they count
+# sparsity: B and GB from NVIDIA's HGX and NVL72 pages, RTX from the whitepapers of Ampere GA102, Ada and Blackwell (with float32
+# accumulation), the others from nvidia.com/data-center; MI300X from amd.com. A GPU that is not here has no MFU.
+PEAK_TFLOPS = {
+    'GB300': (2500, 1250), 'GB200': (2500, 1250), 'B300': (2250, 1125), 'B200': (2250, 1125), 'GH200': (989, 494),
+    'H200 NVL': (835, 417), 'H200': (989, 494), 'H100 PCIe': (756, 378), 'H100 NVL': (835, 417), 'H100': (989, 494),
+    'A100': (312, 156), 'A10': (125, 62.5), 'L40S': (362, 183), 'L4': (121, 60), 'RTX 6000 Ada': (364, 182), 'RTX A6000': (155, 77.4),
+    'RTX 5090': (209.5, 104.8), 'RTX 5080': (112.6, 56.3), 'RTX 5070 Ti': (87.9, 43.9), 'RTX 5070': (61.7, 30.9),
+    'RTX 4090': (165, 82.6), 'RTX 3090': (71, 35.6), 'MI300X': (1307, 654), 'V100': (125, 15.7), 'T4': (65, 8.1),
 }
+NO_BFLOAT16 = ('V100', 'T4')
 
 # nothing else of the environment is written down: it may hold keys and tokens
 ENVIRONMENT = ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'SLURM_JOB_ID',
@@ -311,9 +309,11 @@ def fit_micro_batch(model, config, share, device, dtype, processes):
 def peak_flops(device_name, dtype):
     """ peak FLOP/s of a GPU by name and torch dtype (float32 runs as TF32 where there is TF32), or None where it is not known """
     words = device_name.replace('-', ' ').split()
-    for (name, kind), peak in PEAK_FLOPS.items():
-        if 'Laptop' not in words and kind == dtype_name(dtype) and all(word in words for word in name.split()):
-            return peak
+    for name, (half, single) in PEAK_TFLOPS.items():
+        if all(word in words for word in name.split()) and 'Laptop' not in words:
+            if dtype == torch.bfloat16 and name in NO_BFLOAT16:
+                return None
+            return 1e12 * (single if dtype == torch.float32 else half)
     return None
 
 

@@ -86,6 +86,11 @@ def test_peak_flops():
     assert peak_flops('NVIDIA H200', torch.float16) == 989e12 and peak_flops('NVIDIA H100 PCIe', torch.bfloat16) == 756e12
     assert peak_flops('NVIDIA GeForce RTX 4090', torch.bfloat16) == 165e12 and peak_flops('NVIDIA L4', torch.bfloat16) == 121e12
     assert peak_flops('NVIDIA L40S', torch.bfloat16) == 362e12 and peak_flops('Tesla T4', torch.float16) == 65e12
-    for name in ('Foo', 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA L400', ''):
+    for name, half, single in (('NVIDIA H200 NVL', 835e12, 417e12), ('NVIDIA GH200 480GB', 989e12, 494e12), ('NVIDIA B200', 2250e12, 1125e12), ('NVIDIA B300 SXM6 AC', 2250e12, 1125e12),
+                               ('NVIDIA GB200', 2500e12, 1250e12), ('NVIDIA GeForce RTX 5090', 209.5e12, 104.8e12), ('NVIDIA GeForce RTX 5070 Ti', 87.9e12, 43.9e12), ('NVIDIA A10', 125e12, 62.5e12),
+                               ('NVIDIA RTX A6000', 155e12, 77.4e12), ('NVIDIA RTX 6000 Ada Generation', 364e12, 182e12), ('AMD Instinct MI300X', 1307e12, 654e12), ('NVIDIA H100 NVL', 835e12, 417e12)):
+        assert peak_flops(name, torch.bfloat16) == peak_flops(name, torch.float16) == half and peak_flops(name, torch.float32) == single, name
+    assert peak_flops('Tesla V100-SXM2-16GB', torch.float16) == 125e12 and peak_flops('Tesla V100-SXM2-16GB', torch.bfloat16) is None
+    for name in ('NVIDIA A10G', 'NVIDIA B2000', 'Foo', 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA L400', ''):
         assert peak_flops(name, torch.bfloat16) is None
     assert peak_flops('Tesla T4', torch.bfloat16) is None
