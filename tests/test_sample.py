@@ -1,7 +1,7 @@
 import importlib
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from data import tokenizers
 from data.writer import write_dataset
 from model import GPT
 from sample import KVCache, generate, read_prompt, sample
+from training import checkpoint
 
 
 @pytest.fixture(scope='module')
@@ -88,6 +89,34 @@ def test_damaged_best_falls_back(trained, tmp_path):
         file.write(b'\xff' * 100)
     result = run_script('sample.py', '--max_new_tokens=2', tmp_path=tmp_path)
     assert 'skipping a checkpoint: out/swiglu/best.pt is damaged' in result.err and 'ckpt_00000020.pt' in result.err
+
+
+def test_weights_that_are_not_finite(script, tmp_path):
+    """ are skipped by name like a damaged file; where no others are left nothing is said to stdout """
+    checkpoint.check_finite('file', {'large': torch.full((4,), 3e38), 'half': torch.full((4,), 6e4).half(), 'none': torch.ones(0), 'mask': torch.ones(2, 2).bool()})
+    (tmp_path / 'run').mkdir()
+
+    def save(name, it, spoil=None):
+        model = GPT(replace(SMALL, vocab_size=256)).state_dict()
+        if spoil:
+            model[spoil[0]].view(-1)[-1] = spoil[1]
+        state = {'model': model, 'config': asdict(SMALL) | {'vocab_size': 256}, 'tokenizer': {'name': 'byte'}, 'iter': it}
+        checkpoint.write_state(str(tmp_path / 'run' / name), state)
+
+    save('best.pt', 30, ('h.1.ffn.down_proj.weight', math.nan))
+    save('ckpt_00000040.pt', 40, ('wte.weight', -math.inf))
+    save('ckpt_00000030.pt', 30)
+    skipped = [f'skipping a checkpoint: run/{name} is not finite, so the file is damaged or its run had diverged'
+               for name in ('best.pt: h.1.ffn.down_proj.weight', 'ckpt_00000040.pt: wte.weight')]
+    result = script('sample.py', '--out_dir=run', '--max_new_tokens=2')
+    assert result.err.splitlines()[:3] == [*skipped, 'run/ckpt_00000030.pt: swiglu, iter 30']
+    result = script('export.py', '--out_dir=run', '--to=hf')
+    assert result.err.splitlines() == skipped and 'from run/ckpt_00000030.pt' in result.out
+    (tmp_path / 'run/ckpt_00000030.pt').unlink()
+    for args in (['sample.py', '--out_dir=run'], ['export.py', '--out_dir=run', '--to=other']):
+        result = script(*args, ok=False)
+        assert (result.rc, result.out) == (2, '') and not (tmp_path / 'other').exists()
+        assert result.err.splitlines() == [*skipped, 'error: no usable checkpoint in run; --out_dir names a run directory']
 
 
 @pytest.mark.parametrize('name', ['train', 'sample', 'export', 'cost', 'bench', 'compare'])

@@ -112,7 +112,21 @@ def load(path, device='cpu'):
     return state
 
 
-def load_latest(out_dir, say=say):
+def check_finite(path, weights):
+    """ UserError if a tensor of `weights`, {name: tensor} from the file path, has a value that is not finite """
+    for name, tensor in weights.items():
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():  # a sum tells nearly always, in a thirtieth of the time
+            raise UserError(f"{path}: {name} is not finite, so the file is damaged or its run had diverged")
+
+
+def load_finite(path):
+    """ the checkpoint at path, whose weights are numbers; else a UserError """
+    state = load(path)
+    check_finite(path, state['model'])
+    return state
+
+
+def load_latest(out_dir, say=say, load=load):
     """ -> (path, state) of the newest checkpoint that is whole, else (None, None); the ones skipped are named """
     for path in reversed(paths(out_dir)):
         try:
@@ -123,7 +137,7 @@ def load_latest(out_dir, say=say):
 
 
 def find(out_dir):
-    """ -> (path, state) of the best checkpoint of a run, else its newest whole one, from out_dir or the newest run below out/ """
+    """ -> (path, state) of a run's best checkpoint, else its newest that is whole and finite; out_dir, or the newest run below out/ """
     if not out_dir:
         found = glob.glob('out/**/ckpt_*.pt', recursive=True)
         if not found:
@@ -132,10 +146,10 @@ def find(out_dir):
     best = os.path.join(out_dir, 'best.pt')
     if os.path.exists(best):
         try:
-            return best, load(best)
+            return best, load_finite(best)
         except UserError as e:
             say(f"skipping a checkpoint: {e}", stream='stderr')
-    path, state = load_latest(out_dir, say=functools.partial(say, stream='stderr'))
+    path, state = load_latest(out_dir, functools.partial(say, stream='stderr'), load_finite)
     if not state:
         raise UserError(f"no usable checkpoint in {out_dir}; --out_dir names a run directory")
     return path, state
