@@ -2,9 +2,12 @@
 Weights in and out, against the transformers package, whose random models stand for those of the hub.
 """
 
+import errno
 import hashlib
 import importlib.util
+import io
 import json
+import math
 import os
 import random
 import shutil
@@ -30,7 +33,7 @@ from export import HIDDEN_ACT, export, hf_tokenizer
 from model import FFNS, GPT, GPTConfig
 from train import TrainConfig
 from training import checkpoint
-from training.pretrained import gpt2_settings, implied_by_weights, load_gpt2
+from training.pretrained import gpt2_settings, gpt2_tokenizer, implied_by_weights, load_gpt2
 
 MIXED = "Hello wörld 🙂 naïve\n\n  tabs\tand   spaces 12345, it's we'll DON'T 漢字 ﷽ \x00\x7f ½ <|endof|>\r\n"
 
@@ -214,35 +217,113 @@ def test_contradictions(bytes_gpt2):
         parse(TrainConfig, ['--init_from=resum'], implied_by_weights)
 
 
-def test_weights_that_cannot_be_used(gpt2, tmp_path):
-    """ whatever is wrong with a folder is one sentence """
-    def spoiled(name, settings=None, tensors=None):
-        shutil.copytree(gpt2[1] / 'saved', tmp_path / name)
-        edit_json(tmp_path / name / 'config.json', **(settings or {}))
+def test_weights_that_cannot_be_used(bytes_gpt2, tmp_path):
+    """ whatever is wrong with a folder is one sentence, which names the file """
+    def spoiled(name, settings=None, tensors=None, text=None, without=None):
+        folder = tmp_path / name
+        shutil.copytree(bytes_gpt2[1] / 'saved', folder)
+        if settings:
+            edit_json(folder / 'config.json', **settings)
         if tensors:
-            path = tmp_path / name / 'model.safetensors'
-            save_file({key: tensor for key, tensor in (load_file(path) | tensors).items() if tensor is not None}, path)
-        return tmp_path / name
+            saved = load_file(folder / 'model.safetensors')
+            changed = {f'transformer.{key}': change and change(saved[f'transformer.{key}']) for key, change in tensors.items()}
+            save_file({key: tensor for key, tensor in (saved | changed).items() if tensor is not None}, folder / 'model.safetensors')
+        if without:
+            (folder / without).unlink()
+        for file, content in (text or {}).items():
+            (folder / file).write_bytes(content)
+        return folder
 
-    empty, cut = tmp_path / 'empty', spoiled('cut')
+    def spoil(value):
+        return lambda tensor: tensor.double().where(torch.arange(len(tensor)) != 3, value)
+
+    empty, cut, a_folder = tmp_path / 'empty', spoiled('cut'), spoiled('a folder', without='model.safetensors')
     empty.mkdir()
     os.truncate(cut / 'model.safetensors', 1000)
-    without = spoiled('without')
-    (without / 'model.safetensors').unlink()
-    torn = spoiled('torn')
-    (torn / 'config.json').write_text('[1, 2')
-    for folder, words in {
-            empty: 'there is no', without: 'model.safetensors', torn: 'cannot read', cut: 'cannot read',
-            spoiled('llama', {'architectures': ['LlamaForCausalLM']}): 'only a GPT2LMHeadModel can be loaded, not LlamaForCausalLM',
-            spoiled('classifier', {'architectures': ['GPT2ForSequenceClassification']}): 'not GPT2ForSequenceClassification',
-            spoiled('eps', {'layer_norm_epsilon': 1e-6}): 'layer_norm_epsilon = 1e-06', spoiled('act', {'activation_function': 'tanh'}): "'tanh'",
-            spoiled('small', {'vocab_size': 32000}): "vocab_size = 32000", spoiled('text', {'n_head': '12'}): 'n_head',
-            spoiled('wide', {'n_embd': 64}): 'does not fit config.json', spoiled('deep', {'n_layer': 3}): 'h.2.ln_1.weight is missing',
-            spoiled('shallow', {'n_layer': 1}): 'h.1.attn.c_attn.bias is not part of the model',
-            spoiled('hole', tensors={'transformer.ln_f.bias': None}): 'ln_f.bias is missing'}.items():
+    (a_folder / 'model.safetensors').mkdir()
+    broken = {name: spoiled(f'broken {name}', without=name) for name in ('config.json', 'model.safetensors')}  # reading gives EIO
+    for name, folder in broken.items():
+        (folder / name).symlink_to('/proc/self/mem')
+    pointer = b'version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 548105171\n' % (b'0' * 64)
+    without = 'model.safetensors'
+    cases = {
+        empty: 'there is no', spoiled('none', without=without): 'model.safetensors', spoiled('torn', text={'config.json': b'[1, 2'}): 'config.json is damaged',
+        spoiled('list', text={'config.json': b'[1, 2]'}): 'holds no object', spoiled('latin', text={'config.json': b'{"\xe9": 1}'}): 'config.json is damaged',
+        cut: 'cannot read', a_folder: 'model.safetensors: Is a directory', spoiled('junk', text={without: b'hello'}): 'cannot read',
+        broken['config.json']: 'config.json: Input/output error', broken['model.safetensors']: 'model.safetensors: Input/output error',
+        spoiled('lfs config', text={'config.json': pointer}): 'config.json is only git-lfs\'s pointer to the file; fetch it with `git lfs pull`',
+        spoiled('lfs', text={without: pointer}): 'model.safetensors is only git-lfs\'s pointer',
+        spoiled('sharded', text={'model.safetensors.index.json': b'{}'}, without=without): 'in several files',
+        spoiled('pickled', text={'pytorch_model.bin': b'PK'}, without=without): 'pytorch_model.bin is a pickle',
+        spoiled('run', text={'ckpt_00000010.pt': b'PK'}, without='config.json'): 'is a run; sample.py takes it as --out_dir',
+        spoiled('llama', {'architectures': ['LlamaForCausalLM']}): 'only a GPT2LMHeadModel can be loaded, not LlamaForCausalLM',
+        spoiled('classifier', {'architectures': ['GPT2ForSequenceClassification']}): 'not GPT2ForSequenceClassification',
+        spoiled('eps', {'layer_norm_epsilon': 1e-6}): 'layer_norm_epsilon = 1e-06', spoiled('act', {'activation_function': 'tanh'}): "'tanh'",
+        spoiled('small', {'nanoffn': {}}): "vocab_size = 256: GPT-2 has 50,257 tokens", spoiled('text', {'n_head': '12'}): 'n_head',
+        spoiled('wide', {'n_embd': 64}): 'does not fit config.json', spoiled('deep', {'n_layer': 3}): 'h.2.ln_1.weight is missing',
+        spoiled('rows', {'vocab_size': 320}): 'wte.weight is of shape (256, 48), which does not fit config.json',
+        spoiled('shallow', {'n_layer': 1}): 'h.1.attn.c_attn.bias is not part of the model',
+        spoiled('hole', tensors={'ln_f.bias': None}): 'ln_f.bias is missing',
+        spoiled('cube', tensors={'h.0.attn.c_attn.weight': lambda tensor: tensor[None]}): 'h.0.attn.c_attn.weight is of shape (1, 48, 144)',
+        spoiled('scalar', tensors={'wpe.weight': lambda tensor: tensor[0, 0].clone()}): 'wpe.weight is of shape ()',
+        spoiled('nan', tensors={'h.1.mlp.c_fc.bias': spoil(math.nan)}): 'h.1.mlp.c_fc.bias is not finite',
+        spoiled('inf', tensors={'ln_f.weight': spoil(-math.inf)}): 'ln_f.weight is not finite',
+        spoiled('too large', tensors={'ln_f.weight': spoil(1e200)}): 'ln_f.weight is not finite',
+        spoiled('int8', tensors={'h.0.mlp.c_fc.weight': lambda tensor: tensor.to(torch.int8)}): 'h.0.mlp.c_fc.weight is of torch.int8'}
+    for folder, words in cases.items():
         with pytest.raises(UserError) as e:
             load_gpt2(str(folder), GPTConfig(**gpt2_settings(str(folder))))
-        assert words in str(e.value) and str(folder) in str(e.value)
+        assert words in str(e.value) and str(folder) in str(e.value) and '\n' not in str(e.value)
+
+
+BAD_VALUES = (None, 0, -1, 1.5, True, 'many', [], [1], {}, {'name': 1}, 10**18)
+
+
+@pytest.mark.parametrize('key', ['architectures', 'model_type', 'n_layer', 'n_head', 'n_embd', 'n_positions', 'vocab_size', 'n_inner', 'activation_function',
+                                 'layer_norm_epsilon', 'scale_attn_weights', 'tie_word_embeddings', 'nanoffn', 'tokenizer', 'text_vocab_size'])
+def test_configs_of_others(bytes_gpt2, tmp_path, key):
+    """ whatever value a config.json has for a key, the answer is settings or one line """
+    about = {'tokenizer': {'name': 'byte'}, 'vocab_size': 256}
+    shutil.copytree(bytes_gpt2[1] / 'saved', tmp_path / 'to')
+    for value in BAD_VALUES:
+        ours = {'tokenizer': about | {'tokenizer': value}, 'text_vocab_size': about | {'vocab_size': value}}
+        edit_json(tmp_path / 'to/config.json', **{'architectures': ['GPT2LMHeadModel'], 'nanoffn': about, **({'nanoffn': ours[key]} if key in ours else {key: value})})
+        try:
+            config = GPTConfig(**gpt2_settings(str(tmp_path / 'to')))
+            tokenizers.load(gpt2_tokenizer(str(tmp_path / 'to')))
+            assert all(type(getattr(config, name)) is field.type for name, field in GPTConfig.__dataclass_fields__.items() if isinstance(field.type, type))
+        except UserError as e:
+            assert '\n' not in str(e)
+        shutil.copy(bytes_gpt2[1] / 'saved/config.json', tmp_path / 'to')
+
+
+def test_a_disk_that_fails_further_on(bytes_gpt2, monkeypatch):
+    class Failing(io.FileIO):
+        def read(self, size):
+            if size > 1000:
+                raise OSError(errno.EIO, 'Input/output error')
+            return super().read(size)
+
+    source = str(bytes_gpt2[1] / 'saved')
+    config = GPTConfig(**gpt2_settings(source))
+    monkeypatch.setattr('training.pretrained.open', Failing, raising=False)
+    with pytest.raises(UserError, match='cannot read .*model.safetensors: Input/output error'):
+        load_gpt2(source, config)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(bytes_gpt2, tmp_path, dtype):
+    """ and folders of odd names; safetensors takes only those that are UTF-8 """
+    folder, other = f"{tmp_path}/it's a\t$HOME %s {{x}} 漢/", os.fsdecode(os.fsencode(tmp_path) + b'/\xff')
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(bytes_gpt2[1] / 'saved/model.safetensors').items()}
+    for to in (folder, other):
+        shutil.copytree(bytes_gpt2[1] / 'saved', to)
+        save_file(tensors, f'{to}/model.safetensors')
+    weights = load_gpt2(folder, GPTConfig(**gpt2_settings(folder)))
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert torch.equal(weights['h.1.ffn.up_proj.weight'], tensors['transformer.h.1.mlp.c_fc.weight'].float().t())
+    with pytest.raises(UserError, match='model.safetensors: Path .* is not valid UTF-8'):
+        load_gpt2(other, GPTConfig(**gpt2_settings(other)))
 
 
 def test_errors(script, gpt2, bytes_gpt2, tiny_data, tmp_path):
