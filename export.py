@@ -5,9 +5,10 @@ A run -> a folder that transformers (5 or later) loads, and what else reads such
     python export.py --out_dir=out/gelu --to=hf/gelu
     python -c "from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('hf/swiglu'))"
 
-The folder computes what the run computes. It holds config.json, model.safetensors (float32) and the tokenizer.
+The folder computes what the run computes. It holds config.json, generation_config.json, model.safetensors (float32) and the tokenizer.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ from configurator import FilePath, UserError, configure, need, run_main, say
 from data import tokenizers
 from files import read_json, write_json
 from model import FFNS, config_from, split_parts
-from training import checkpoint
+from training import checkpoint, rundir
 from training.pretrained import gpt2_name, is_transposed
 
 
@@ -68,12 +69,12 @@ def choose_class(config):
     return nearest
 
 
-def hf_config(config, name, vocab_size, eot):
-    """ config.json as a dict """
+def hf_config(config, name, vocab_size, ids):
+    """ config.json as a dict; ids: {key: id} of the special tokens """
     attention_bias, eps = config.bias or config.qkv_bias, 1e-5
     act = HIDDEN_ACT[FFNS[config.ffn][0].__name__]
     out = {'architectures': [name], 'model_type': CLASSES[name][0], 'dtype': 'float32', 'vocab_size': vocab_size,
-           'tie_word_embeddings': config.tie_embeddings, 'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None}
+           'tie_word_embeddings': config.tie_embeddings, **ids}
     if name == 'GPT2LMHeadModel':
         dropout = {key: config.dropout for key in ('embd_pdrop', 'attn_pdrop', 'resid_pdrop')}
         return out | dropout | {'n_layer': config.n_layer, 'n_head': config.n_head, 'n_embd': config.n_embd, 'n_inner': config.hidden_width,
@@ -109,7 +110,7 @@ def has_bias(name, part, config):
 
 
 def hf_weights(model, config, name, vocab_size):
-    """ {their name: tensor} of a state dict of ours, without the rows that pad the vocabulary """
+    """ {their name: tensor} of a state dict of ours, with vocab_size rows in the embedding and the head """
     model, out = dict(model), {}
     for beta_name in [key for key in model if key.endswith('.act.beta')]:  # x sigmoid(beta x) = silu(beta x) / beta
         beta, ffn = model.pop(beta_name), beta_name.removesuffix('act.beta')
@@ -122,8 +123,8 @@ def hf_weights(model, config, name, vocab_size):
     for ours, tensor in model.items():
         if ours == 'lm_head.weight' and config.tie_embeddings:
             continue
-        if ours in ('wte.weight', 'lm_head.weight'):
-            tensor = tensor[:vocab_size]
+        if ours in ('wte.weight', 'lm_head.weight'):  # a row more is the mean of all, which adds at most ln(1 + 1/vocab_size) to the loss
+            tensor = torch.cat((tensor, tensor.mean(0, keepdim=True)))[:vocab_size]
         # GPT-2's queries, keys and values are one matrix too
         for part, view in [(ours, tensor)] if gpt2 else split_parts(ours, tensor, config):
             module, _, kind = part.rpartition('.')
@@ -143,6 +144,9 @@ def hf_name(name, part):
 
 # -----------------------------------------------------------------------------
 # the tokenizer, as tokenizer.json of the tokenizers library
+
+
+PAD = '<|pad|>'  # fills up the shorter texts of a batch, where the tokenizer has no <|endoftext|> to do it
 
 
 def byte_characters():
@@ -165,14 +169,15 @@ def merges_of(ranks):
 
 
 def hf_tokenizer(spec, tokenizer):
-    """ -> tokenizer.json as a dict whose ids are those of `tokenizer`, which spec describes """
+    """ -> tokenizer.json as a dict whose ids are those of `tokenizer`, which spec describes; PAD, which no text gives, is one more """
     chars, special = byte_characters(), {}
     byte_level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
     pre, decoder = byte_level, byte_level
     if spec['name'] == 'byte':
-        model = {'type': 'BPE', 'vocab': {chars[b]: b for b in range(256)}, 'merges': []}
+        model = {'type': 'BPE', 'vocab': {chars[b]: b for b in range(256)} | {PAD: 256}, 'merges': []}
     elif spec['name'] == 'char':  # a character it does not know is an error there too
-        model = {'type': 'WordLevel', 'vocab': {char: i for i, char in enumerate(tokenizer.chars)}, 'unk_token': ''}
+        vocab = {char: i for i, char in enumerate(tokenizer.chars)} | {PAD: tokenizer.vocab_size}
+        model = {'type': 'WordLevel', 'vocab': vocab, 'unk_token': ''}
         pre, decoder = {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated', 'invert': False}, {'type': 'Fuse'}
     else:
         def text(token):
@@ -196,23 +201,47 @@ def hf_tokenizer(spec, tokenizer):
 # -----------------------------------------------------------------------------
 
 
+UNFINISHED = '.unfinished'  # the folder in the folder where the files are made
+
+
+def is_free(to):
+    """ whether the folder `to` is there to be written: new, empty, or an earlier export (transformers names itself in what it saves) """
+    if not os.path.lexists(to) or os.path.isdir(to) and set(os.listdir(to)) <= {UNFINISHED}:
+        return True
+    saved = read_json(os.path.join(to, 'config.json'))
+    return 'nanoffn' in saved and 'transformers_version' not in saved
+
+
 def write_folder(to, tensors, files):
-    """ model.safetensors and {name: value} as JSON files; all are whole before the first appears in `to` """
+    """
+    model.safetensors and {name: value} as JSON files. All are whole before the first appears in `to`, and until the last has,
+    config.json is of no model that could be loaded.
+    """
     safetensors, tensor_files = need('safetensors', "exporting"), need('safetensors.torch', "exporting")
-    temporary = f'{to}.{os.getpid()}.tmp'
+    is_new, temporary = not os.path.lexists(to), os.path.join(to, UNFINISHED)
     try:
-        os.makedirs(temporary)
-        tensor_files.save_file(tensors, os.path.join(temporary, 'model.safetensors'), metadata={'format': 'pt'})
-        for name, value in files.items():
+        held = rundir.lock(temporary)
+    except UserError as e:
+        raise UserError(str(e).replace('--out_dir', '--to')) from None
+    weights = os.path.join(temporary, 'model.safetensors')
+    try:
+        tensor_files.save_file(tensors, weights, metadata={'format': 'pt'})
+        with open(weights, 'rb+') as file:
+            os.fsync(file.fileno())
+        for name, value in {**files, 'unfinished.json': {'nanoffn': "unfinished; export again"}}.items():
             write_json(os.path.join(temporary, name), value)
-        shutil.copymode(os.path.join(temporary, name), os.path.join(temporary, 'model.safetensors'))  # which safetensors keeps to its owner
-        os.makedirs(to, exist_ok=True)
-        for name in os.listdir(temporary):
+        shutil.copymode(os.path.join(temporary, name), weights)  # which safetensors keeps to its owner
+        os.replace(os.path.join(temporary, 'unfinished.json'), os.path.join(to, 'config.json'))
+        for name in ['model.safetensors', *files]:
             os.replace(os.path.join(temporary, name), os.path.join(to, name))
     except (OSError, safetensors.SafetensorError) as e:
-        raise UserError(f"could not write {to}: {e}") from None
+        raise UserError(f"could not write {to}: {getattr(e, 'strerror', None) or e}; choose another --to") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        held.close()
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(to)  # which is empty where nothing was written
 
 
 def export(path, state, to):
@@ -220,15 +249,21 @@ def export(path, state, to):
     config, spec = config_from(state['config']), state['tokenizer']
     name = choose_class(config)
     tokenizer = tokenizers.load(spec)
-    vocab_size = tokenizer.vocab_size
-    eot = tokenizer.encoding.eot_token if spec['name'] in tokenizers.TIKTOKEN else None
-    special = {'bos_token': '<|endoftext|>', 'eos_token': '<|endoftext|>'} if eot else {}
-    write_folder(to, hf_weights(state['model'], config, name, vocab_size), {
-        'config.json': hf_config(config, name, vocab_size, eot)
-        | {'nanoffn': {'checkpoint': path, 'iter': state['iter'], 'ffn': config.ffn, 'tokenizer': spec}},
+    vocab_size, eot = tokenizer.vocab_size, tokenizer.eot
+    ids, rows = {'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None}, vocab_size
+    if eot is None:  # one id more, which generate() never draws; "<|pad|>" in a text is text
+        ids['pad_token_id'], rows = vocab_size, vocab_size + 1
+        generation, special = ids | {'suppress_tokens': [vocab_size]}, {'pad_token': PAD, 'split_special_tokens': True}
+    else:  # not padding in config.json too, where it keeps a token's embedding from being trained
+        generation = ids | {'pad_token_id': eot}
+        special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token'), '<|endoftext|>')
+    about = {'checkpoint': path, 'iter': state['iter'], 'ffn': config.ffn, 'tokenizer': spec, 'vocab_size': vocab_size}
+    write_folder(to, hf_weights(state['model'], config, name, rows), {
+        'generation_config.json': generation,
         'tokenizer.json': hf_tokenizer(spec, tokenizer),
         'tokenizer_config.json': {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': config.block_size,
-                                  'clean_up_tokenization_spaces': False, **special}})
+                                  'padding_side': 'left', 'clean_up_tokenization_spaces': False, **special},
+        'config.json': hf_config(config, name, rows, ids) | {'nanoffn': about}})  # the last: with it the folder is one
     return name
 
 
@@ -237,7 +272,7 @@ def main():
     if not config.to:
         raise UserError("to = '': must be the folder to write, as in --to=hf/swiglu")
     to = os.path.normpath(config.to)
-    if os.path.exists(to) and (not os.path.isdir(to) or os.listdir(to)) and 'nanoffn' not in read_json(os.path.join(to, 'config.json')):
+    if not is_free(to):
         raise UserError(f"{to} is there already and is not an earlier export; choose another --to")
     path, state = checkpoint.find(config.out_dir)
     name = export(path, state, to)

@@ -29,7 +29,7 @@ from training.pretrained import gpt2_settings, gpt2_tokenizer, load_gpt2
 class SampleConfig:
     out_dir: FilePath = ''  # run directory ('' = the newest in out/)
     init_from: FilePath = ''  # instead of a run: gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such weights
-    start: str = '\n'  # prompt: text, FILE:path, or - for standard input
+    start: str = ''  # prompt: text, FILE:path, or - for standard input ('' = a newline, else the vocabulary's first character)
     num_samples: int = 1  # how many texts
     max_new_tokens: int = 500  # length of each, in tokens
     temperature: float = 0.8  # below 1 is more predictable; 0 takes the likeliest token always
@@ -111,8 +111,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vo
     """
     Yields max_new_tokens tensors (B, 1), the continuation of idx (B, T), one position at a time.
 
-    temperature 0 is greedy; top_k keeps the k likeliest tokens (0 = all); top_p then keeps the fewest of them that have at
-    least that much probability together (Holtzman et al. 2019). Ids from vocab_size up (padding) are never sampled.
+    temperature 0 is greedy, and so is top_k 1; top_k keeps the k likeliest tokens (0 = all); top_p then keeps the fewest of them that
+    have at least that much probability together (Holtzman et al. 2019). Ids from vocab_size up (padding) are never sampled.
     Up to block_size tokens each step computes one position and reads the others from a cache, with the same result as
     recomputation; past it the window slides, every position changes, and each step recomputes the last block_size tokens.
     fixed_shapes: let every cached step have the same shapes, as on a GPU, where it is one CUDA graph.
@@ -142,17 +142,19 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vo
 
 
 def sample(logits, temperature, top_k, top_p, generator):
-    """ logits (B, V) -> ids (B, 1) """
+    """ logits (B, V), -inf for what is never drawn -> ids (B, 1). Of equally likely ids the lowest come first. """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probs = logits.softmax(-1)
+        above, ties = logits > kth, logits == kth  # of the ties only as many as make k
+        ties &= ties.cumsum(-1) <= top_k - above.sum(-1, keepdim=True)
+        logits = logits.masked_fill(~(above | ties), -torch.inf)
+    logits = logits - logits.amax(-1, keepdim=True)
+    probs = (logits / min(max(temperature, 1e-30), 1e30)).softmax(-1)  # further out float32 has but 0 and inf
     if top_p < 1:
-        ranked, order = probs.sort(descending=True)
-        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0  # the likelier ones already hold top_p
+        ranked, order = probs.sort(descending=True, stable=True)
+        ranked[:, 1:][ranked.cumsum(-1)[:, :-1] >= top_p] = 0  # the likelier ones already hold top_p
         probs = torch.zeros_like(probs).scatter(-1, order, ranked)
     return torch.multinomial(probs, 1, generator=generator)
 
@@ -160,16 +162,19 @@ def sample(logits, temperature, top_k, top_p, generator):
 # -----------------------------------------------------------------------------
 
 
-def read_prompt(start):
-    """ text, or what the file behind FILE: or standard input (-) holds, as UTF-8 whatever the terminal's encoding is """
+def read_prompt(start, tokenizer):
+    """ the text that `start` names; a file and standard input are UTF-8 whatever the terminal's encoding is """
+    if not start:
+        chars = getattr(tokenizer, 'chars', '\n')  # all but a character tokenizer have a newline
+        return '\n' if '\n' in chars else chars[0]
     if start != '-' and not start.startswith('FILE:'):
         return start
     name = "standard input" if start == '-' else start[5:]
     try:
         if start == '-':
-            return sys.stdin.buffer.read().decode()
+            return sys.stdin.buffer.read().decode('utf-8-sig')
         with open(os.path.expanduser(name), 'rb') as file:
-            return file.read().decode()
+            return file.read().decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise UserError(f"the prompt, {name}, is not UTF-8 text (byte {e.start}); convert it, as with iconv -f latin1 -t utf8") from None
     except OSError as e:
@@ -186,9 +191,9 @@ def main():
         path, state = checkpoint.find(config.out_dir)
         model_config = config_from(state['config'])
     tokenizer = tokenizers.load(state['tokenizer'])
-    prompt = tokenizer.encode(read_prompt(config.start))
+    prompt = tokenizer.encode(read_prompt(config.start, tokenizer))
     if not prompt:
-        raise UserError("the prompt is empty; give at least one character, such as --start=$'\\n'")
+        raise UserError(f"the prompt {config.start} is empty; give at least one character, or leave --start out")
     model = GPT(model_config)
     model.load_state_dict(state['model'])
     dtype = pack_for_sampling(model.to(device), device, dtype)

@@ -309,7 +309,7 @@ class TrainStep:
         """ a UserError if a loss was not finite, or what is to be saved after so many steps is not; waits for the device """
         what, bad = "the loss", int(self.bad_iter)
         if bad < 0 and saving_at:
-            what, bad = checkpoint.not_finite(self.state_dict()), saving_at - 1
+            what, bad = checkpoint.not_finite(checkpoint.tensors_of(self.state_dict())), saving_at - 1
         if what and bad >= 0:
             B = self.config.batch_size
             tracker.log({'iter': bad + 1, 'tokens': (bad + 1) * B * self.config.block_size, 'diverged': True})

@@ -1,6 +1,7 @@
+import importlib
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import torch
 from conftest import TINY, run_script
 from small import SMALL, every_ffn, tokens
 
-from configurator import UserError
+from configurator import UserError, run_main
+from data import tokenizers
 from data.writer import write_dataset
 from model import GPT
-from sample import KVCache, generate, sample
+from sample import KVCache, generate, read_prompt, sample
+from training import checkpoint
 
 
 @pytest.fixture(scope='module')
@@ -45,14 +48,30 @@ def test_past_the_window(sampled):
 
 
 def test_prompts(sampled, tmp_path):
-    (tmp_path / 'prompt.txt').write_text('naïve 🙂')
+    (tmp_path / 'prompt.txt').write_text('\ufeffnaïve 🙂')  # with a Windows editor's mark
     assert sampled(f'--start=FILE:{tmp_path}/prompt.txt', '--max_new_tokens=1').out.startswith('naïve 🙂')
     assert sampled('--start=-', '--max_new_tokens=1', stdin='abc').out.startswith('abc')
 
 
+def test_prompts_in_a_process(monkeypatch, tmp_path):
+    """ the default is what every tokenizer has; what is given is taken as it is, or refused """
+    byte, no_newline, newline = (tokenizers.load(spec) for spec in ({'name': 'byte'}, {'name': 'char', 'chars': 'xyz'}, {'name': 'char', 'chars': 'x\ny'}))
+    assert [read_prompt('', tokenizer) for tokenizer in (byte, no_newline, newline)] == ['\n', 'x', '\n']
+    assert read_prompt('\n', no_newline) == '\n'
+    with pytest.raises(UserError, match=r"characters not in the vocabulary: '\\n'"):
+        no_newline.encode(read_prompt('\n', no_newline))
+    (tmp_path / 'prompt').write_bytes(b'caf\xe9')
+    with open(tmp_path / 'prompt', encoding='utf-8') as stdin:
+        monkeypatch.setattr('sys.stdin', stdin)
+        for start, words in (('-', 'the prompt, standard input, is not UTF-8'), (f'FILE:{tmp_path}/prompt', 'prompt, is not UTF-8 text .byte 3'),
+                             (f'FILE:{tmp_path}', 'cannot read the prompt, .*: Is a directory'), (f'FILE:{tmp_path}/none', 'cannot read the prompt, .*: No such')):
+            with pytest.raises(UserError, match=words):
+                read_prompt(start, byte)
+
+
 @pytest.mark.parametrize('args, words', [
     (['--temperature=-1'], 'temperature = -1.0: must be at least 0'), (['--top_p=0'], 'top_p'), (['--num_samples=0'], 'num_samples'),
-    (['--start='], 'the prompt is empty'), (['--start=FILE:none.txt'], 'none.txt'), (['--out_dir=none'], 'no usable checkpoint in none'),
+    (['--start=-'], 'the prompt - is empty'), (['--start=FILE:none.txt'], 'none.txt'), (['--out_dir=none'], 'no usable checkpoint in none'),
     (['--max_new_tokens=0'], 'max_new_tokens'), (['--device=cuda:77'], 'cuda:77'),
 ])
 def test_errors(sampled, args, words):
@@ -73,6 +92,50 @@ def test_damaged_best_falls_back(trained, tmp_path):
     assert 'skipping a checkpoint: out/swiglu/best.pt is damaged' in result.err and 'ckpt_00000020.pt' in result.err
 
 
+def test_weights_that_are_not_finite(script, tmp_path):
+    """ are skipped by name like a damaged file; where no others are left nothing is said to stdout """
+    finite = {'large': torch.full((4,), 3e38), 'half': torch.full((4,), 6e4).half(), 'none': torch.ones(0), 'mask': torch.ones(2, 2).bool()}
+    assert checkpoint.not_finite(finite.items()) is None and checkpoint.not_finite([*finite.items(), ('x', torch.tensor(math.nan))]) == 'x'
+    (tmp_path / 'run').mkdir()
+
+    def save(name, it, spoil=None):
+        model = GPT(replace(SMALL, vocab_size=256)).state_dict()
+        if spoil:
+            model[spoil[0]].view(-1)[-1] = spoil[1]
+        state = {'model': model, 'config': asdict(SMALL) | {'vocab_size': 256}, 'tokenizer': {'name': 'byte'}, 'iter': it}
+        checkpoint.write_state(str(tmp_path / 'run' / name), state)
+
+    save('best.pt', 30, ('h.1.ffn.down_proj.weight', math.nan))
+    save('ckpt_00000040.pt', 40, ('wte.weight', -math.inf))
+    save('ckpt_00000030.pt', 30)
+    skipped = [f'skipping a checkpoint: run/{name} is not finite, so the file is damaged or its run had diverged'
+               for name in ('best.pt: model.h.1.ffn.down_proj.weight', 'ckpt_00000040.pt: model.wte.weight')]
+    result = script('sample.py', '--out_dir=run', '--max_new_tokens=2')
+    assert result.err.splitlines()[:3] == [*skipped, 'run/ckpt_00000030.pt: swiglu, iter 30']
+    result = script('export.py', '--out_dir=run', '--to=hf')
+    assert result.err.splitlines() == skipped and 'from run/ckpt_00000030.pt' in result.out
+    (tmp_path / 'run/ckpt_00000030.pt').unlink()
+    for args in (['sample.py', '--out_dir=run'], ['export.py', '--out_dir=run', '--to=other']):
+        result = script(*args, ok=False)
+        assert (result.rc, result.out) == (2, '') and not (tmp_path / 'other').exists()
+        assert result.err.splitlines() == [*skipped, skipped[1].replace('skipping a checkpoint', 'error')]
+
+
+@pytest.mark.parametrize('name', ['train', 'sample', 'export', 'cost', 'bench', 'compare'])
+def test_wrong_options(name, monkeypatch, capsys):
+    """ are the same one line in every script """
+    main = importlib.import_module(name).main
+    for args, words in ((['words'], "no config file 'words'; settings are written --key=value"), (['-x'], "'-x' is neither a config file nor --key=value"),
+                        (['-o=1'], "'-o=1' is neither"), (['--nope=1'], "--nope: there is no setting 'nope'; --help lists them"),
+                        (['--'], "'--' is neither"), (['--=1'], "'--=1' is neither"), (['--devise'], "--devise: there is no setting 'devise'"),
+                        (['start=x'], "no config file 'start=x'; settings are written --key=value")):
+        monkeypatch.setattr('sys.argv', [f'{name}.py', *args])
+        with pytest.raises(SystemExit) as e:
+            run_main(main)
+        out, err = capsys.readouterr()
+        assert (e.value.code, out) == (2, '') and err.startswith(f'error: {words}') and err.count('\n') == 1
+
+
 def test_characters(script, tmp_path):
     """ a character model, whose vocabulary is padded: it knows its characters and nothing else """
     text = 'hallo wörld\n' * 400
@@ -81,6 +144,7 @@ def test_characters(script, tmp_path):
     splits = {split: [(part, len(part))] for split, part in (('train', ids[:4000]), ('val', ids[4000:]))}
     write_dataset(tmp_path / 'greek', splits, {'name': 'char', 'chars': chars}, len(chars), {})
     script('train.py', *TINY, '--dataset=./greek', '--vocab_size=64', '--max_iters=5')
+    assert script('sample.py', '--max_new_tokens=2').out[0] == '\n'
     out = script('sample.py', '--start=hallo', '--temperature=5', '--top_k=0', '--max_new_tokens=200').out
     assert out.startswith('hallo') and set(out) <= set(chars) and len(out) == 206
     result = script('sample.py', '--start=café 😀', ok=False)
@@ -116,29 +180,70 @@ def test_cache_keeps_to_block_size():
             model.features(tokens(SMALL, B=1, T=1), caches)
 
 
+def drawn(logits, n=2000, **options):
+    """ how often each id is drawn, of n times """
+    options = dict(temperature=1.0, top_k=0, top_p=1.0) | options
+    ids = sample(logits.expand(n, -1), generator=torch.Generator().manual_seed(0), **options)
+    return torch.bincount(ids.flatten(), minlength=logits.size(-1)) / n
+
+
 def test_sampling_rules():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    generator = torch.Generator().manual_seed(0)
 
-    def drawn(**kw):
-        options = dict(temperature=1.0, top_k=0, top_p=1.0) | kw
-        return torch.bincount(torch.cat([sample(logits, generator=generator, **options) for _ in range(2000)]).flatten(), minlength=4) / 2000
+    def check(expected, **options):
+        torch.testing.assert_close(drawn(logits, **options), expected, atol=0.04, rtol=0)
 
-    torch.testing.assert_close(drawn(), logits.exp()[0], atol=0.04, rtol=0)
-    torch.testing.assert_close(drawn(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), atol=0.04, rtol=0)
-    torch.testing.assert_close(drawn(top_p=0.8), torch.tensor([0.625, 0.375, 0, 0]), atol=0.04, rtol=0)
-    torch.testing.assert_close(drawn(top_p=0.81), torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.04, rtol=0)
-    torch.testing.assert_close(drawn(top_p=0.1), torch.tensor([1., 0, 0, 0]))
-    torch.testing.assert_close(drawn(temperature=0.5), logits.exp()[0]**2 / (logits.exp()**2).sum(), atol=0.04, rtol=0)
-    assert sample(logits, 0, 0, 1.0, None).item() == 0
+    check(logits.exp()[0])
+    check(torch.tensor([0.625, 0.375, 0, 0]), top_k=2)
+    check(torch.tensor([0.625, 0.375, 0, 0]), top_p=0.8)
+    check(torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95, top_p=0.81)
+    check(torch.tensor([0.625, 0.375, 0, 0]), top_k=3, top_p=0.6)  # of what top_k kept
+    check(logits.exp()[0]**2 / (logits.exp()**2).sum(), temperature=0.5)
+    for greedy in (dict(top_p=0.1), dict(top_p=5e-324), dict(top_k=1), dict(top_k=1, temperature=1e300), dict(temperature=0), dict(temperature=1e-10),
+                   dict(temperature=5e-324), dict(temperature=1e-40, top_k=3, top_p=0.9)):
+        assert drawn(logits, **greedy).tolist() == [1, 0, 0, 0], greedy
+    for everything in (dict(top_k=4), dict(top_k=10**18), dict(top_p=1.0)):
+        assert torch.equal(drawn(logits, **everything), drawn(logits)), everything
 
 
-def test_padding_is_never_sampled():
+@pytest.mark.parametrize('V', [5, 1000])
+def test_ties(V):
+    """ of equally likely ids the lowest come first, and exactly as many are kept as is asked for """
+    logits = torch.zeros(1, V)
+    logits[0, [1, 3]] = 1.0
+    for options, kept in ((dict(top_k=1), [1]), (dict(top_k=2), [1, 3]), (dict(top_k=3), [0, 1, 3]), (dict(top_k=4), [0, 1, 2, 3]), (dict(temperature=0), [1])):
+        assert drawn(logits, **options).nonzero().flatten().tolist() == kept
+    uniform = torch.zeros(2, V)
+    for k in (1, 2, 4):
+        for options in (dict(top_k=k), dict(top_p=(k - 0.5) / V)):
+            assert drawn(uniform[:1], **options).nonzero().flatten().tolist() == list(range(k)), options
+    assert drawn(uniform[:1], temperature=1e-10).count_nonzero() > 4  # what is equally likely stays so
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('temperature', [0, 1e-300, 1e-10, 0.8, 1e10, 1e300])
+def test_what_is_masked_is_never_drawn(dtype, temperature):
+    """ -inf neither comes out nor uses up top_k, at any temperature, in the precisions that a model may give """
+    logits = torch.linspace(-60000, 60000, 12)[None].to(dtype)
+    logits[0, [0, 3, 10, 11]] = -torch.inf
+    for options in (dict(), dict(top_k=3), dict(top_k=9), dict(top_k=3, top_p=0.5), dict(top_p=1e-40)):
+        frequency = drawn(logits, temperature=temperature, **options)
+        assert frequency[[0, 3, 10, 11]].sum() == 0
+        if temperature in (1e10, 1e300) and options == dict(top_k=3):
+            torch.testing.assert_close(frequency[[7, 8, 9]], torch.full((3,), 1 / 3), atol=0.04, rtol=0)
+        if temperature < 1:
+            assert frequency[9] == 1
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_is_never_sampled(dtype):
+    """ nor does it use up top_k """
     model = GPT(SMALL)
     with torch.no_grad():
         model.lm_head.weight[30:] += 100 * model.norm_f.weight.sign()
-    out = torch.cat(list(generate(model, tokens(SMALL, T=2), 40, temperature=2.0, vocab_size=30)), 1)
-    assert out.max() < 30
+    for options in (dict(temperature=2.0), dict(temperature=2.0, top_k=3), dict(temperature=0), dict(temperature=1.0, top_p=0.5)):
+        out = torch.cat(list(generate(model.to(dtype), tokens(SMALL, T=2), 40, vocab_size=30, **options)), 1)
+        assert out.max() < 30 and (options == dict(temperature=0) or len(out.unique()) > 3), options
 
 
 def test_damaged_weights_do_not_sample():

@@ -2,13 +2,22 @@
 Weights in and out, against the transformers package, whose random models stand for those of the hub.
 """
 
+import errno
 import hashlib
 import importlib.util
+import io
+import itertools
 import json
+import math
+import multiprocessing
 import os
 import random
+import resource
 import shutil
+import signal
 import socket
+import tempfile
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +26,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, metrics, run_script
+from conftest import PATIENCE, ROOT, metrics, run_script
 from safetensors.torch import load_file, save_file
 from tiktoken_ext import openai_public
 from tokenizers import Tokenizer
@@ -26,13 +35,14 @@ from torch.nn import functional as F
 from configurator import UserError, parse
 from data import tokenizers
 from data.writer import write_dataset
-from export import HIDDEN_ACT, export, hf_tokenizer
+from export import CLASSES, HIDDEN_ACT, export, hf_tokenizer, is_free
 from model import FFNS, GPT, GPTConfig
+from sample import generate
 from train import TrainConfig
-from training import checkpoint
-from training.pretrained import gpt2_settings, implied_by_weights, load_gpt2
+from training import checkpoint, rundir
+from training.pretrained import gpt2_settings, gpt2_tokenizer, implied_by_weights, load_gpt2
 
-MIXED = "Hello wörld 🙂 naïve\n\n  tabs\tand   spaces 12345, it's we'll DON'T 漢字 ﷽ \x00\x7f ½ <|endof|>\r\n"
+MIXED = "Hello wörld 🙂 naïve\n\n  tabs\tand   spaces 12345, it's we'll DON'T 漢字 ﷽ \x00\x7f ½ <|endof|> <|pad|>\r\n"
 
 
 def randomise(model, seed=0):
@@ -214,35 +224,113 @@ def test_contradictions(bytes_gpt2):
         parse(TrainConfig, ['--init_from=resum'], implied_by_weights)
 
 
-def test_weights_that_cannot_be_used(gpt2, tmp_path):
-    """ whatever is wrong with a folder is one sentence """
-    def spoiled(name, settings=None, tensors=None):
-        shutil.copytree(gpt2[1] / 'saved', tmp_path / name)
-        edit_json(tmp_path / name / 'config.json', **(settings or {}))
+def test_weights_that_cannot_be_used(bytes_gpt2, tmp_path):
+    """ whatever is wrong with a folder is one sentence, which names the file """
+    def spoiled(name, settings=None, tensors=None, text=None, without=None):
+        folder = tmp_path / name
+        shutil.copytree(bytes_gpt2[1] / 'saved', folder)
+        if settings:
+            edit_json(folder / 'config.json', **settings)
         if tensors:
-            path = tmp_path / name / 'model.safetensors'
-            save_file({key: tensor for key, tensor in (load_file(path) | tensors).items() if tensor is not None}, path)
-        return tmp_path / name
+            saved = load_file(folder / 'model.safetensors')
+            changed = {f'transformer.{key}': change and change(saved[f'transformer.{key}']) for key, change in tensors.items()}
+            save_file({key: tensor for key, tensor in (saved | changed).items() if tensor is not None}, folder / 'model.safetensors')
+        if without:
+            (folder / without).unlink()
+        for file, content in (text or {}).items():
+            (folder / file).write_bytes(content)
+        return folder
 
-    empty, cut = tmp_path / 'empty', spoiled('cut')
+    def spoil(value):
+        return lambda tensor: tensor.double().where(torch.arange(len(tensor)) != 3, value)
+
+    empty, cut, a_folder = tmp_path / 'empty', spoiled('cut'), spoiled('a folder', without='model.safetensors')
     empty.mkdir()
     os.truncate(cut / 'model.safetensors', 1000)
-    without = spoiled('without')
-    (without / 'model.safetensors').unlink()
-    torn = spoiled('torn')
-    (torn / 'config.json').write_text('[1, 2')
-    for folder, words in {
-            empty: 'there is no', without: 'model.safetensors', torn: 'cannot read', cut: 'cannot read',
-            spoiled('llama', {'architectures': ['LlamaForCausalLM']}): 'only a GPT2LMHeadModel can be loaded, not LlamaForCausalLM',
-            spoiled('classifier', {'architectures': ['GPT2ForSequenceClassification']}): 'not GPT2ForSequenceClassification',
-            spoiled('eps', {'layer_norm_epsilon': 1e-6}): 'layer_norm_epsilon = 1e-06', spoiled('act', {'activation_function': 'tanh'}): "'tanh'",
-            spoiled('small', {'vocab_size': 32000}): "vocab_size = 32000", spoiled('text', {'n_head': '12'}): 'n_head',
-            spoiled('wide', {'n_embd': 64}): 'does not fit config.json', spoiled('deep', {'n_layer': 3}): 'h.2.ln_1.weight is missing',
-            spoiled('shallow', {'n_layer': 1}): 'h.1.attn.c_attn.bias is not part of the model',
-            spoiled('hole', tensors={'transformer.ln_f.bias': None}): 'ln_f.bias is missing'}.items():
+    (a_folder / 'model.safetensors').mkdir()
+    broken = {name: spoiled(f'broken {name}', without=name) for name in ('config.json', 'model.safetensors')}  # reading gives EIO
+    for name, folder in broken.items():
+        (folder / name).symlink_to('/proc/self/mem')
+    pointer = b'version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 548105171\n' % (b'0' * 64)
+    without = 'model.safetensors'
+    cases = {
+        empty: 'there is no', spoiled('none', without=without): 'model.safetensors', spoiled('torn', text={'config.json': b'[1, 2'}): 'config.json is damaged',
+        spoiled('list', text={'config.json': b'[1, 2]'}): 'holds no object', spoiled('latin', text={'config.json': b'{"\xe9": 1}'}): 'config.json is damaged',
+        cut: 'cannot read', a_folder: 'model.safetensors: Is a directory', spoiled('junk', text={without: b'hello'}): 'cannot read',
+        broken['config.json']: 'config.json: Input/output error', broken['model.safetensors']: 'model.safetensors: Input/output error',
+        spoiled('lfs config', text={'config.json': pointer}): 'config.json is only git-lfs\'s pointer to the file; fetch it with `git lfs pull`',
+        spoiled('lfs', text={without: pointer}): 'model.safetensors is only git-lfs\'s pointer',
+        spoiled('sharded', text={'model.safetensors.index.json': b'{}'}, without=without): 'in several files',
+        spoiled('pickled', text={'pytorch_model.bin': b'PK'}, without=without): 'pytorch_model.bin is a pickle',
+        spoiled('run', text={'ckpt_00000010.pt': b'PK'}, without='config.json'): 'is a run; sample.py takes it as --out_dir',
+        spoiled('llama', {'architectures': ['LlamaForCausalLM']}): 'only a GPT2LMHeadModel can be loaded, not LlamaForCausalLM',
+        spoiled('classifier', {'architectures': ['GPT2ForSequenceClassification']}): 'not GPT2ForSequenceClassification',
+        spoiled('eps', {'layer_norm_epsilon': 1e-6}): 'layer_norm_epsilon = 1e-06', spoiled('act', {'activation_function': 'tanh'}): "'tanh'",
+        spoiled('small', {'nanoffn': {}}): "vocab_size = 256: GPT-2 has 50,257 tokens", spoiled('text', {'n_head': '12'}): 'n_head',
+        spoiled('wide', {'n_embd': 64}): 'does not fit config.json', spoiled('deep', {'n_layer': 3}): 'h.2.ln_1.weight is missing',
+        spoiled('rows', {'vocab_size': 320}): 'wte.weight is of shape (256, 48), which does not fit config.json',
+        spoiled('shallow', {'n_layer': 1}): 'h.1.attn.c_attn.bias is not part of the model',
+        spoiled('hole', tensors={'ln_f.bias': None}): 'ln_f.bias is missing',
+        spoiled('cube', tensors={'h.0.attn.c_attn.weight': lambda tensor: tensor[None]}): 'h.0.attn.c_attn.weight is of shape (1, 48, 144)',
+        spoiled('scalar', tensors={'wpe.weight': lambda tensor: tensor[0, 0].clone()}): 'wpe.weight is of shape ()',
+        spoiled('nan', tensors={'h.1.mlp.c_fc.bias': spoil(math.nan)}): 'h.1.mlp.c_fc.bias is not finite',
+        spoiled('inf', tensors={'ln_f.weight': spoil(-math.inf)}): 'ln_f.weight is not finite',
+        spoiled('too large', tensors={'ln_f.weight': spoil(1e200)}): 'ln_f.weight is not finite',
+        spoiled('int8', tensors={'h.0.mlp.c_fc.weight': lambda tensor: tensor.to(torch.int8)}): 'h.0.mlp.c_fc.weight is of torch.int8'}
+    for folder, words in cases.items():
         with pytest.raises(UserError) as e:
             load_gpt2(str(folder), GPTConfig(**gpt2_settings(str(folder))))
-        assert words in str(e.value) and str(folder) in str(e.value)
+        assert words in str(e.value) and str(folder) in str(e.value) and '\n' not in str(e.value)
+
+
+BAD_VALUES = (None, 0, -1, 1.5, True, 'many', [], [1], {}, {'name': 1}, 10**18)
+
+
+@pytest.mark.parametrize('key', ['architectures', 'model_type', 'n_layer', 'n_head', 'n_embd', 'n_positions', 'vocab_size', 'n_inner', 'activation_function',
+                                 'layer_norm_epsilon', 'scale_attn_weights', 'tie_word_embeddings', 'nanoffn', 'tokenizer', 'text_vocab_size'])
+def test_configs_of_others(bytes_gpt2, tmp_path, key):
+    """ whatever value a config.json has for a key, the answer is settings or one line """
+    about = {'tokenizer': {'name': 'byte'}, 'vocab_size': 256}
+    shutil.copytree(bytes_gpt2[1] / 'saved', tmp_path / 'to')
+    for value in BAD_VALUES:
+        ours = {'tokenizer': about | {'tokenizer': value}, 'text_vocab_size': about | {'vocab_size': value}}
+        edit_json(tmp_path / 'to/config.json', **{'architectures': ['GPT2LMHeadModel'], 'nanoffn': about, **({'nanoffn': ours[key]} if key in ours else {key: value})})
+        try:
+            config = GPTConfig(**gpt2_settings(str(tmp_path / 'to')))
+            tokenizers.load(gpt2_tokenizer(str(tmp_path / 'to')))
+            assert all(type(getattr(config, name)) is field.type for name, field in GPTConfig.__dataclass_fields__.items() if isinstance(field.type, type))
+        except UserError as e:
+            assert '\n' not in str(e)
+        shutil.copy(bytes_gpt2[1] / 'saved/config.json', tmp_path / 'to')
+
+
+def test_a_disk_that_fails_further_on(bytes_gpt2, monkeypatch):
+    class Failing(io.FileIO):
+        def read(self, size):
+            if size > 1000:
+                raise OSError(errno.EIO, 'Input/output error')
+            return super().read(size)
+
+    source = str(bytes_gpt2[1] / 'saved')
+    config = GPTConfig(**gpt2_settings(source))
+    monkeypatch.setattr('training.pretrained.open', Failing, raising=False)
+    with pytest.raises(UserError, match='cannot read .*model.safetensors: Input/output error'):
+        load_gpt2(source, config)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(bytes_gpt2, tmp_path, dtype):
+    """ and folders of odd names; safetensors takes only those that are UTF-8 """
+    folder, other = f"{tmp_path}/it's a\t$HOME %s {{x}} 漢/", os.fsdecode(os.fsencode(tmp_path) + b'/\xff')
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(bytes_gpt2[1] / 'saved/model.safetensors').items()}
+    for to in (folder, other):
+        shutil.copytree(bytes_gpt2[1] / 'saved', to)
+        save_file(tensors, f'{to}/model.safetensors')
+    weights = load_gpt2(folder, GPTConfig(**gpt2_settings(folder)))
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert torch.equal(weights['h.1.ffn.up_proj.weight'], tensors['transformer.h.1.mlp.c_fc.weight'].float().t())
+    with pytest.raises(UserError, match='model.safetensors: Path .* is not valid UTF-8'):
+        load_gpt2(other, GPTConfig(**gpt2_settings(other)))
 
 
 def test_errors(script, gpt2, bytes_gpt2, tiny_data, tmp_path):
@@ -314,7 +402,7 @@ def test_exported_logits(ffn, tmp_path):
         ours = GPT(config)
         ours.load_state_dict(state['model'])
         with torch.no_grad():
-            logits = ours.eval()(x)[0][:, :, :61]
+            logits = ours.eval()(x)[0][:, :, :62]  # the last is of <|pad|>
         torch.testing.assert_close(hf_logits(theirs, x), logits, atol=1e-5, rtol=0, msg=lambda text, settings=settings: f'{settings}: {text}')
         assert logits.std() > 0.3
 
@@ -340,7 +428,7 @@ def test_exported_tokenizer(name, tiktoken_cache, tmp_path, monkeypatch):
         export('run', state_of(config, spec), str(tmp_path / 'to'))
         theirs = AutoTokenizer.from_pretrained(tmp_path / 'to')
         assert theirs(text)['input_ids'] == ours.encode(text), settings
-        assert theirs.decode(ours.encode(text)) == text and len(theirs) == ours.vocab_size
+        assert theirs.decode(ours.encode(text)) == text and len(theirs) == ours.vocab_size + (ours.eot is None)
     if name == 'gpt2':
         saved = json.loads((tmp_path / 'to/config.json').read_text())
         assert theirs('<|endoftext|>')['input_ids'] == [50256] == [theirs.eos_token_id] == [saved['eos_token_id']]
@@ -390,12 +478,231 @@ def test_an_exported_run(script, trained, tmp_path):
     assert os.listdir(tmp_path / 'photos') == ['cat.jpg']
 
 
-def test_out_and_in_again(tmp_path):
-    """ an export of GPT-2's architecture is something to start from, to the last bit """
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=24, vocab_size=256, ffn='relu2', **GPT2_STYLE)
+BATCH = {'GPT2LMHeadModel': GPT2_STYLE | {'ffn': 'gelu'}, 'LlamaForCausalLM': {'qk_norm': False}, 'ArceeForCausalLM': {'qk_norm': False, 'ffn': 'relu2'},
+         'Qwen3ForCausalLM': {}, 'ApertusForCausalLM': {'ffn': 'gelu'}, 'Starcoder2ForCausalLM': {'qk_norm': False, 'norm': 'layernorm', 'ffn': 'gelu'},
+         'StableLmForCausalLM': {'qk_norm': False, 'norm': 'layernorm'}}
+PRINTABLE = ''.join(map(chr, range(32, 127)))
+TEXTS = ["def ", "A", "Hello World, how are you?", "<|pad|>"]
+
+
+def small_export(to, spec, vocab_size, spoil=None, **settings):
+    """ a random model as a folder, and ours """
+    config = GPTConfig(n_layer=2, n_head=4, n_embd=48, block_size=48, vocab_size=vocab_size, multiple_of=8, zero_init=False, **settings)
+    state = state_of(config, spec)
+    if spoil:
+        spoil(state['model'])
+    name = export('run/best.pt', state, str(to))
+    model = GPT(config)
+    model.load_state_dict(state['model'])
+    return name, model.eval()
+
+
+def pad_is_likeliest(weights):
+    """ of byte tokens: the row behind them outdoes every other """
+    head = weights['lm_head.weight']
+    head[256] = 20 * head[:256].sum(0)
+    head[257] = -head[256]
+
+
+@pytest.mark.parametrize('name', CLASSES)
+def test_batches(name, tiktoken_cache, tmp_path, monkeypatch, capfd):
+    """ texts of different lengths in one batch, padded on the left: the logits of each alone, and the text that we generate from it """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', tiktoken_cache)
+    specs = [({'name': 'byte'}, 256, None), ({'name': 'byte'}, 320, pad_is_likeliest), ({'name': 'char', 'chars': PRINTABLE}, 95, None), ({'name': 'gpt2'}, 50257, None)]
+    for i, (spec, vocab_size, spoil) in enumerate(specs):
+        settings = BATCH[name] | ({'tie_embeddings': False} if spoil else {})
+        exported, ours = small_export(tmp_path / str(i), spec, vocab_size, spoil, **settings)
+        assert exported == name
+        tokenizer = tokenizers.load(spec)
+        model, padded = AutoModelForCausalLM.from_pretrained(tmp_path / str(i)), AutoTokenizer.from_pretrained(tmp_path / str(i))(TEXTS, padding=True, return_tensors='pt')
+        ids = [torch.tensor([tokenizer.encode(text)]) for text in TEXTS]
+        pad = model.generation_config.pad_token_id
+        rows, mask = padded['input_ids'], padded['attention_mask']
+        assert pad == (50256 if spec['name'] == 'gpt2' else tokenizer.vocab_size)
+        assert (model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id) == ((None, 50256, 50256) if pad == 50256 else (pad, None, None))
+        assert all(row[-n:].tolist() == one[0].tolist() and (row[:-n] == pad).all() for row, one in zip(rows, ids, strict=True) for n in [one.size(1)])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter('error')
+            logits = model(**padded, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+            for row, one in zip(logits, ids, strict=True):
+                expected = ours(one)[0][0, :, :tokenizer.vocab_size]
+                torch.testing.assert_close(row[-one.size(1):, :tokenizer.vocab_size], expected, atol=1e-5, rtol=0)
+            if spoil:
+                assert (logits.argmax(-1) == pad).any()
+            elif pad == tokenizer.vocab_size:
+                torch.testing.assert_close(logits[:, :, pad], logits[:, :, :pad].mean(-1), atol=1e-5, rtol=0)
+            new = [torch.cat(list(generate(ours, one, 16, temperature=0, vocab_size=tokenizer.vocab_size)), 1) for one in ids]
+            for use_cache in (True, False):
+                out = model.generate(**padded, max_new_tokens=16, do_sample=False, use_cache=use_cache)
+                assert torch.equal(out[:, rows.size(1):], torch.cat(new)), (spec, use_cache)
+            assert (model.generate(**padded, max_new_tokens=16, do_sample=True, temperature=2.0)[:, rows.size(1):] != pad).all()
+        assert '[transformers]' not in capfd.readouterr().err
+
+
+def test_what_people_do_with_it(tmp_path, capfd):
+    """ a pipeline, saving again, half precision, truncation, datasets.map, fine-tuning: without a warning, and with the same tokens """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, pipeline
+    small_export(tmp_path / 'to', {'name': 'byte'}, 256)
+    model, tokenizer = (auto.from_pretrained(tmp_path / 'to') for auto in (AutoModelForCausalLM, AutoTokenizer))
+    alone = [model.generate(**tokenizer(text, return_tensors='pt'), max_new_tokens=12, do_sample=False)[0] for text in TEXTS]
+    texts = [tokenizer.decode(out) for out in alone]
+    out = model.generate(**tokenizer(TEXTS, padding=True, return_tensors='pt'), max_new_tokens=12, do_sample=False)
+    assert tokenizer.batch_decode(out, skip_special_tokens=True) == texts
+    pipe = pipeline('text-generation', str(tmp_path / 'to'))
+    assert [out[0]['generated_text'] for out in pipe(TEXTS, batch_size=4, do_sample=False, max_new_tokens=12)] == texts
+
+    model.save_pretrained(tmp_path / 'again')
+    tokenizer.save_pretrained(tmp_path / 'again')
+    again, tokens = (auto.from_pretrained(tmp_path / 'again') for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert tokens(TEXTS, padding=True).data == tokenizer(TEXTS, padding=True).data and tokens.model_max_length == 48
+    assert torch.equal(again.generate(**tokens(TEXTS, padding=True, return_tensors='pt'), max_new_tokens=12, do_sample=False), out)
+    assert not is_free(str(tmp_path / 'again')) and is_free(str(tmp_path / 'to'))  # what transformers saved is not ours to replace
+
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / 'to', dtype=torch.bfloat16)
+    assert half.lm_head.weight.dtype == torch.bfloat16 and half.generate(**tokens(TEXTS, padding=True, return_tensors='pt'), max_new_tokens=12).shape == out.shape
+    cut = tokenizer(['x' * 100, 'y'], padding=True, truncation=True)
+    assert [len(row) for row in cut['input_ids']] == [48, 48] and cut['attention_mask'][1] == [0] * 47 + [1]
+    mapped = Dataset.from_dict({'text': TEXTS}).map(lambda batch: tokenizer(batch['text'], padding='max_length', max_length=30), batched=True)
+    assert [row[:2] for row in mapped['input_ids']] == [[256, 256]] * 4
+    labels = DataCollatorForLanguageModeling(tokenizer, mlm=False)([tokenizer(text) for text in TEXTS])['labels']
+    assert [(row != -100).sum().item() for row in labels] == [len(text) for text in TEXTS]
+    assert '[transformers]' not in capfd.readouterr().err
+
+
+def test_where_an_export_may_go(state, trained, tmp_path):
+    """ into what is new, empty, unfinished or an earlier export; a link stays one """
+    for name in ('empty', 'real', 'photos', 'later/.unfinished'):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / 'photos/config.json').write_text('{"model_type": "llama"}')
+    for link, to in (('link', 'real'), ('dangling', 'nowhere'), ('file link', 'photos/config.json')):
+        (tmp_path / link).symlink_to(to)
+    free = {name: is_free(str(tmp_path / name)) for name in ('new', 'a/new one', 'empty', 'link', 'later', 'photos', 'dangling', 'file link', 'photos/config.json')}
+    assert [name for name, is_it in free.items() if is_it] == ['new', 'a/new one', 'empty', 'link', 'later']
+    assert not is_free(str(trained)) and not is_free(str(trained.parent)) and is_free(str(trained / 'hf')) and not is_free('/')
+    for n in (1, 2):
+        export('run', state(n), str(tmp_path / 'link'))
+        assert (tmp_path / 'link').is_symlink() and whole(tmp_path / 'real') == n
+
+
+def whole(to):
+    """ the iteration of the export in the folder `to`, whose weights must be of it; None where there is nothing to load """
+    config = to / 'config.json'
+    saved = json.loads(config.read_text()) if config.exists() else {}
+    if 'model_type' not in saved:
+        return None
+    assert json.loads((to / 'tokenizer.json').read_text())['version'] and json.loads((to / 'generation_config.json').read_text())
+    assert (load_file(to / 'model.safetensors')['model.norm.weight'] == saved['nanoffn']['iter']).all()
+    return saved['nanoffn']['iter']
+
+
+@pytest.fixture
+def state():
+    """ state(n): a checkpoint of iteration n """
+    def state(n):
+        state = state_of(GPTConfig(n_layer=1, n_head=2, n_embd=8, multiple_of=8, block_size=8), {'name': 'byte'})
+        state['model']['norm_f.weight'].fill_(n)
+        return state | {'iter': n}
+    return state
+
+
+def killed_at(n, state, to):
+    """ in a process of its own: an export that ends by kill -9 when a file is about to be in its place for the nth time """
+    renames, replace = itertools.count(1), os.replace
+
+    def replace_or_die(*args):
+        if next(renames) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*args)
+
+    os.replace = replace_or_die
+    export('run', state, to)
+
+
+def test_a_killed_export(state, tmp_path):
+    """ is none, or still the one before; the next one needs no tidying """
+    fork = multiprocessing.get_context('fork')
+    for earlier in (False, True):
+        seen = []
+        for n in itertools.count(1):
+            to = tmp_path / f'{earlier}{n}'
+            if earlier:
+                export('run', state(1), str(to))
+            process = fork.Process(target=killed_at, args=(n, state(2), str(to)))
+            process.start()
+            process.join(PATIENCE)
+            seen.append(whole(to))
+            assert is_free(str(to))
+            export('run', state(3), str(to))
+            assert whole(to) == 3 and sorted(os.listdir(to)) == ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json']
+            if process.exitcode != -signal.SIGKILL:
+                break
+        before = 1 if earlier else None
+        assert process.exitcode == 0 and seen == [before] * 6 + [None] * 5 + [2]
+
+
+def test_an_export_that_fails(state, tmp_path):
+    """ leaves what was there as it was: an earlier export, an empty folder, or nothing """
+    (tmp_path / 'empty').mkdir()
+    export('run', state(1), str(tmp_path / 'earlier'))
+
+    def fails(words, to):
+        before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob('*')}
+        with pytest.raises(UserError, match=words) as e:
+            export('run', state(2), str(tmp_path / to))
+        assert '\n' not in str(e.value) and str(tmp_path / to) in str(e.value)
+        assert before == {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob('*')}
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for to in ('earlier', 'empty', 'new'):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a full disk
+        try:
+            fails('could not write .*: .*File too large.*; choose another --to', to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with rundir.lock(str(tmp_path / 'earlier/.unfinished')):
+        fails('is in use by another run .*; choose another --to', 'earlier')
+    shutil.rmtree(tmp_path / 'earlier/.unfinished')
+    assert whole(tmp_path / 'earlier') == 1
+
+
+@pytest.mark.skipif(os.name == 'nt' or os.geteuid() != 0, reason="only root can be another user")
+def test_an_export_of_another_user(state):
+    """ in a folder that we may not write, or whose files we may not replace, as in /tmp """
+    with tempfile.TemporaryDirectory() as folder:
+        for to, mode in (('closed', 0o755), ('sticky', 0o1777), ('shared', 0o777)):
+            export('run', state(1), f'{folder}/{to}')
+            os.chmod(f'{folder}/{to}', mode)
+        os.chmod(folder, 0o755)
+        try:
+            os.seteuid(65534)
+            for to, words in (('closed', 'cannot write to .*: Permission denied; choose another --to'), ('sticky', 'could not write .*: Operation not permitted'),
+                              ('new', 'cannot write to .*: Permission denied')):
+                with pytest.raises(UserError, match=words):
+                    export('run', state(2), f'{folder}/{to}')
+            export('run', state(2), f'{folder}/shared')
+        finally:
+            os.seteuid(0)
+        assert [whole(Path(folder) / to) for to in ('closed', 'sticky', 'shared')] == [1, 1, 2] and sorted(os.listdir(folder)) == ['closed', 'shared', 'sticky']
+
+
+@pytest.mark.parametrize('vocab_size', [256, 257, 320])
+def test_out_and_in_again(tmp_path, vocab_size):
+    """ an export of GPT-2's architecture is something to start from, to the last bit, without the row for padding; also when transformers saved it again """
+    from transformers import AutoModelForCausalLM
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=24, vocab_size=vocab_size, ffn='relu2', **GPT2_STYLE)
     state = state_of(config, {'name': 'byte'})
     export('run', state, str(tmp_path / 'to'))
-    settings = gpt2_settings(str(tmp_path / 'to'))
-    assert replace(config, **settings) == config
-    again = load_gpt2(str(tmp_path / 'to'), config)
-    assert again.keys() == state['model'].keys() and all(torch.equal(again[name], tensor) for name, tensor in state['model'].items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / 'to').save_pretrained(tmp_path / 'again')
+    expected = {name: tensor[:256] if tensor.size(0) == vocab_size else tensor for name, tensor in state['model'].items()}
+    for folder in ('to', 'again'):
+        settings = gpt2_settings(str(tmp_path / folder))
+        config = replace(config, vocab_size=256)
+        assert replace(config, **settings) == config and gpt2_tokenizer(str(tmp_path / folder)) == {'name': 'byte'}
+        again = load_gpt2(str(tmp_path / folder), config)
+        assert again.keys() == expected.keys() and all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(UserError, match='vocab_size = 255: .* has 256 token ids'):
+        load_gpt2(str(tmp_path / 'to'), replace(config, vocab_size=255))
+    padded = load_gpt2(str(tmp_path / 'to'), replace(config, vocab_size=300))['wte.weight']
+    torch.testing.assert_close(padded[256:], expected['wte.weight'].mean(0).expand(44, -1))

@@ -137,8 +137,8 @@ def load(path, device='cpu'):
         raise UserError(f"{path} is damaged (CRC of {damaged})")
     if not isinstance(state, dict) or not {'model', 'config', 'iter'} <= state.keys():
         raise UserError(f"{path} is not a checkpoint of ours")
-    if name := not_finite(state):
-        raise NotFinite(f"{path}: {name} is not finite, the run had diverged")
+    if name := not_finite(tensors_of(state)):
+        raise NotFinite(f"{path}: {name} is not finite, so the file is damaged or its run had diverged")
     return state
 
 
@@ -156,12 +156,17 @@ def cannot_be_read(path, error):
     return error.strerror if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOVERFLOW) else None
 
 
-def not_finite(state):
-    """ the name of the first tensor of the model or its optimizers that is not finite, or None """
+def not_finite(tensors):
+    """ the name of the first of `tensors`, (name, tensor) pairs, that is not finite, or None """
+    for name, tensor in tensors:  # a sum tells nearly always, 75 times as fast
+        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
+            return name
+
+
+def tensors_of(state):
+    """ (name, tensor) of the model and its optimizers """
     for part in ('model', 'optimizers'):
-        for name, tensor in named_tensors(state.get(part), part):
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                return name
+        yield from named_tensors(state.get(part), part)
 
 
 def named_tensors(value, name):
@@ -192,7 +197,7 @@ def load_latest(out_dir, say=say):
 
 
 def find(out_dir):
-    """ -> (path, state) of the best checkpoint of a run, else its newest whole one, from out_dir or the newest run below out/ """
+    """ -> (path, state) of a run's best checkpoint, else its newest that is whole and finite; out_dir, or the newest run below out/ """
     if not out_dir:
         found = {}
         for path in glob.glob('out/**/ckpt_*.pt', recursive=True):
@@ -209,7 +214,7 @@ def find(out_dir):
             raise
         except UserError as e:
             say(f"skipping a checkpoint: {e}", stream='stderr')
-    path, state = load_latest(out_dir, say=functools.partial(say, stream='stderr'))
+    path, state = load_latest(out_dir, functools.partial(say, stream='stderr'))
     if not state:
         raise UserError(f"no usable checkpoint in {out_dir}; --out_dir names a run directory")
     return path, state

@@ -309,7 +309,7 @@ def test_a_checkpoint_that_had_diverged(tmp_path):
     save(tmp_path, state(5), keep=2)
     save(tmp_path, bad, keep=2)
     got, said, _ = start(tmp_path)
-    assert got == 5 and said == [f'skipping a checkpoint: {tmp_path}/ckpt_00000006.pt: model.w is not finite, the run had diverged']
+    assert got == 5 and said == [f'skipping a checkpoint: {tmp_path}/ckpt_00000006.pt: model.w is not finite, so the file is damaged or its run had diverged']
     bad = state(7, optimizers=[{'state': {0: {'exp_avg': torch.tensor([0.0, float('-inf')]), 'step': torch.tensor(1)}}}])
     for it in (5, 6):
         os.unlink(tmp_path / f'ckpt_0000000{it}.pt')
