@@ -7,6 +7,7 @@ Shapes: B batch, T time, C n_embd, nh query heads, nkv key/value heads, hd head_
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -169,7 +170,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, 1e-5).type_as(x)  # autocast makes it float32 on some versions of torch
+        y = F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, 1e-5)  # in float32, if not all the model is bfloat16
+        return y.type_as(x)  # which some versions of torch do under autocast, others not
 
 
 def make_norm(config):
@@ -209,7 +211,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, rope=None, cache=None):
+    def forward(self, x, rope=None, append=None):
         B, T, _ = x.size()
         q, k, v = self.qkv_proj(x).view(B, T, sum(self.heads), self.head_dim).split(self.heads, dim=2)  # (B, T, nh or nkv, hd)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -217,11 +219,11 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh or nkv, T, hd)
         mask = None
-        if cache is not None:
-            k, v, mask = cache.append(k, v)  # (B, nkv, all so far, hd)
+        if append is not None:
+            k, v, mask = append(k, v)  # (B, nkv, all so far, hd)
         # the causal mask is for the whole window at once; a single new token sees all that came before
         dropout = self.dropout if self.training else 0.0
-        if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and cache is None and T < PLAIN_ATTENTION:
+        if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and append is None and T < PLAIN_ATTENTION:
             y = plain_attention(q, k, v, dropout)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1, dropout_p=dropout,
@@ -238,8 +240,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, cache=None):
-        x = x + self.dropout(self.attn(self.norm_1(x), rope, cache))
+    def forward(self, x, rope=None, append=None):
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, append))
         return x + self.dropout(self.ffn(self.norm_2(x)))
 
 
@@ -271,11 +273,11 @@ class GPT(nn.Module):
         if not self.wte.weight.is_meta:
             init_weights(self, seed)
 
-    def features(self, idx, caches=None):
-        """ idx (B, T) -> what the head reads, (B, T, C). With caches, idx continues what they hold. """
+    def features(self, idx, cache=None):
+        """ idx (B, T) -> what the head reads, (B, T, C). With a cache, idx continues what it holds. """
         T = idx.size(1)
         assert T <= self.config.block_size, f"{T} tokens do not fit block_size {self.config.block_size}"
-        at = caches[0].positions(T) if caches else slice(0, T)
+        at = cache.positions(T) if cache else slice(0, T)
         x, rope = self.wte(idx), None  # (B, T, C)
         if self.config.position == 'learned':
             x = x + self.wpe.weight[at]
@@ -285,7 +287,7 @@ class GPT(nn.Module):
             x = x.bfloat16()  # half the memory traffic of the residual stream; on a CPU it gained nothing
         x = self.dropout(x)
         for i, block in enumerate(self.h):
-            x = block(x, rope, caches[i] if caches else None)
+            x = block(x, rope, partial(cache.append, i) if cache else None)
         return self.norm_f(x)
 
     def forward(self, idx, targets=None):

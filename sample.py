@@ -8,6 +8,7 @@ Text from a trained model.
 """
 
 import codecs
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Literal
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -P leaves out
 
 import torch
+import torch.nn.functional as F
 
 from configurator import FilePath, UserError, configure, memory_for, require, run_main, say
 from data import tokenizers
@@ -48,61 +50,80 @@ class SampleConfig:
         require(self, not (self.out_dir and self.init_from), 'init_from', "left out when out_dir names a run")
 
 
+BUCKET = 256  # slots that a cache of fixed shapes grows by; attention reads all that there are
+
+
 class KVCache:
     """
-    Keys and values of one layer for up to block_size tokens. Once `pos` is set, a tensor with the position of the next token that all
-    layers share, each call takes one token and has the same shapes and addresses, as a CUDA graph needs.
+    Keys and values of all layers, (B, nkv, slots, hd) each. Once `pos` is set, a tensor with the position of the next token, each call
+    takes one token and has the same shapes and addresses, as a CUDA graph needs.
     """
 
-    def __init__(self, config, batch_size, device, dtype):
-        shape = (batch_size, config.kv_heads, config.block_size, config.head_width)
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.length, self.pos = 0, None
+    def __init__(self, config, batch_size, slots, device, dtype):
+        shape = (batch_size, config.kv_heads, slots, config.head_width)
+        self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)] for _ in 'kv')
+        self.slots, self.length, self.pos = slots, 0, None
 
     def positions(self, T):
-        """ of the next T tokens """
-        if self.pos is not None:
-            return self.pos
-        assert self.length + T <= self.k.size(2), f"{self.length + T} tokens do not fit block_size {self.k.size(2)}"
-        return slice(self.length, self.length + T)
+        """ of the next T tokens, whose keys and values each layer appends next """
+        if self.pos is None:
+            assert self.length + T <= self.slots, f"{self.length + T} tokens do not fit {self.slots} slots"
+            self.at, self.length, self.mask = slice(self.length, self.length + T), self.length + T, None
+        else:  # one mask for all layers
+            self.at, self.length = self.pos, self.slots
+            unseen = torch.arange(self.slots, device=self.pos.device) > self.pos
+            self.mask = torch.zeros(1, self.slots, device=self.pos.device, dtype=self.k[0].dtype).masked_fill(unseen, -torch.inf)
+        return self.at
 
-    def append(self, k, v):
-        """ k, v (B, nkv, T, hd) of the next T tokens -> those of all tokens so far, and which of them are to be seen (None: all) """
-        if self.pos is not None:
-            self.k.index_copy_(2, self.pos, k)
-            self.v.index_copy_(2, self.pos, v)
-            return self.k, self.v, (torch.arange(self.k.size(2), device=k.device) <= self.pos)[None]
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start:self.length], self.v[:, :, start:self.length] = k, v
-        return self.k[:, :, :self.length], self.v[:, :, :self.length], None
+    def append(self, layer, k, v):
+        """ k, v (B, nkv, T, hd) of the tokens of positions() -> those of all so far, and what to add to their scores (None: nothing) """
+        for all_slots, new in ((self.k[layer], k), (self.v[layer], v)):
+            if self.pos is None:
+                all_slots[:, :, self.at] = new
+            else:
+                all_slots.index_copy_(2, self.at, new.to(all_slots.dtype))
+        return self.k[layer][:, :, :self.length], self.v[layer][:, :, :self.length], self.mask
+
+    def grow(self, slots):
+        for tensors in (self.k, self.v):
+            tensors[:] = [F.pad(tensor, (0, 0, 0, slots - self.slots)) for tensor in tensors]
+        self.slots = slots
 
 
-def fixed_step(model, caches, idx, graph):
+def fixed_step(model, cache, pick, idx, generator, as_graph):
     """
-    -> a function of the next token's idx (B, 1) that gives its features (B, 1, C), in steps that are all alike; on a GPU (graph=True)
-    one CUDA graph, because there launching the kernels one by one takes longer than they do.
+    -> a function of the next token's idx (B, 1) that gives the one after it, which pick() draws from the features (B, C). All its steps
+    are alike; on a GPU they are one CUDA graph (as_graph), because there launching the kernels one by one takes longer than they do.
     """
-    pos = torch.tensor([caches[0].length], device=idx.device)
-    for cache in caches:
-        cache.pos = pos
     idx = idx.clone()
-    if graph:
-        side = torch.cuda.Stream()
+
+    def run():
+        out = pick(model.features(idx, cache)[:, -1])
+        cache.pos.add_(1)
+        return out
+
+    graph = None
+    if as_graph:
+        # once outside, and undone: what is set up on first use cannot be captured
+        state, side = generator and generator.get_state(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # once outside: what is set up on first use cannot be captured
-            model.features(idx, caches)
+        with torch.cuda.stream(side):
+            run()
+            cache.pos.sub_(1)
         torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            out = model.features(idx, caches)
+        graph = torch.cuda.CUDAGraph()
+        if generator:
+            generator.set_state(state)
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            out = run()
 
     def step(next_idx):
         idx.copy_(next_idx)
-        if graph:
-            captured.replay()
-        x = out.clone() if graph else model.features(idx, caches)
-        pos.add_(1)
-        return x
+        if graph is None:
+            return run()
+        graph.replay()
+        return out
     return step
 
 
@@ -116,29 +137,45 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, vo
     Up to block_size tokens each step computes one position and reads the others from a cache, with the same result as
     recomputation; past it the window slides, every position changes, and each step recomputes the last block_size tokens.
     fixed_shapes: let every cached step have the same shapes, as on a GPU, where it is one CUDA graph.
+    Raises a UserError, up to 16 tokens late, when the logits are not finite.
     """
     model.eval()
-    config = model.config
-    caches = step = None
-    for _ in range(max_new_tokens):
-        if idx.size(1) > config.block_size:
-            x = model.features(idx[:, -config.block_size:])
-        elif caches is None:
-            dtype = torch.get_autocast_dtype(idx.device.type) if torch.is_autocast_enabled(idx.device.type) else model.wte.weight.dtype
-            caches = [KVCache(config, idx.size(0), idx.device, dtype) for _ in range(config.n_layer)]
-            x = model.features(idx, caches)
-            if fixed_shapes or idx.is_cuda:
-                step = fixed_step(model, caches, idx[:, -1:], graph=idx.is_cuda)
-        else:
-            x = step(idx[:, -1:]) if step else model.features(idx[:, -1:], caches)
-        logits = model.lm_head(x[:, -1]).float()  # (B, V)
+    config, device = model.config, idx.device
+    B, T = idx.shape
+    tokens = torch.cat((idx, idx.new_empty(B, max_new_tokens)), dim=1)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def pick(x):
+        """ the features of the last tokens, (B, C) -> the next ids, (B, 1) """
+        logits = model.lm_head(x).float()  # (B, V)
+        finite.logical_and_(logits[:, :vocab_size or None].isfinite().all())
         if vocab_size:
             logits[:, vocab_size:] = -torch.inf
-        if not logits[:, :vocab_size or None].isfinite().all():
+        return sample(logits, temperature, top_k, top_p, generator)
+
+    cache = step = None
+    fixed_shapes = fixed_shapes or idx.is_cuda
+    for n in range(T, T + max_new_tokens):  # how many tokens there are
+        slots = min(math.ceil((n + 1) / BUCKET) * BUCKET, math.ceil(config.block_size / 8) * 8) if fixed_shapes else config.block_size
+        if n > config.block_size:
+            next_idx = pick(model.features(tokens[:, n - config.block_size:n])[:, -1])
+        elif cache is None:
+            dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.wte.weight.dtype
+            cache = KVCache(config, B, slots, device, dtype)
+            next_idx = pick(model.features(tokens[:, :n], cache)[:, -1])
+        elif not fixed_shapes:
+            next_idx = pick(model.features(tokens[:, n - 1:n], cache)[:, -1])
+        else:
+            if step is None or n > cache.slots:
+                cache.pos = torch.tensor([n - 1], device=device)
+                cache.grow(slots)
+                step = fixed_step(model, cache, pick, tokens[:, n - 1:n], generator, as_graph=idx.is_cuda)
+            next_idx = step(tokens[:, n - 1:n])
+        tokens[:, n:n + 1] = next_idx
+        # the answer waits for the device
+        if ((n + 1 - T) % 16 == 0 or n + 1 == tokens.size(1)) and not finite:
             raise UserError("the model's logits are not finite: its weights are damaged, or the run had diverged")
-        next_idx = sample(logits, temperature, top_k, top_p, generator)
-        idx = torch.cat((idx, next_idx), dim=1)
-        yield next_idx
+        yield tokens[:, n:n + 1]
 
 
 def sample(logits, temperature, top_k, top_p, generator):
@@ -151,12 +188,13 @@ def sample(logits, temperature, top_k, top_p, generator):
         ties &= ties.cumsum(-1) <= top_k - above.sum(-1, keepdim=True)
         logits = logits.masked_fill(~(above | ties), -torch.inf)
     logits = logits - logits.amax(-1, keepdim=True)
-    probs = (logits / min(max(temperature, 1e-30), 1e30)).softmax(-1)  # further out float32 has but 0 and inf
+    probs = (logits / min(max(temperature, 1e-30), 1e30)).softmax(-1, dtype=torch.float32)  # further out float32 has but 0 and inf
     if top_p < 1:
         ranked, order = probs.sort(descending=True, stable=True)
         ranked[:, 1:][ranked.cumsum(-1)[:, :-1] >= top_p] = 0  # the likelier ones already hold top_p
         probs = torch.zeros_like(probs).scatter(-1, order, ranked)
-    return torch.multinomial(probs, 1, generator=generator)
+    # as torch.multinomial draws, which waits for the device to check them
+    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
 
 # -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sample import KVCache, fixed_step, sample
 from train import TrainConfig, TrainStep
 from training.evaluation import evaluate
 from training.health import ffn_health
-from training.machine import autocast
+from training.machine import autocast, pack_for_sampling
 from training.processes import Processes
 
 META = torch.device('meta')
@@ -69,16 +69,16 @@ def batches(it, rows):
         yield x, x
 
 
-def build(config, device):
+def build(config, device, dtype=torch.float32):
     """ GPT(config) there, with no values """
     with torch.device('meta'):
         model, moved = GPT(config), {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                module._parameters[name] = moved.setdefault(id(p), torch.nn.Parameter(torch.empty(p.shape, device=device)))
+                module._parameters[name] = moved.setdefault(id(p), torch.nn.Parameter(torch.empty(p.shape, device=device, dtype=dtype)))
         for name, buffer in module._buffers.items():
-            module._buffers[name] = torch.empty(buffer.shape, device=device)
+            module._buffers[name] = torch.empty(buffer.shape, device=device, dtype=dtype)
     return model
 
 
@@ -142,19 +142,22 @@ def test_evaluation_and_health(fake, tiny_data, ffn):
         ffn_health(model, torch.zeros(2, 32, dtype=torch.long, device=CUDA))
 
 
+@pytest.mark.parametrize('packed', [False, True])
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('changes', [{}, dict(n_kv_head=1), dict(norm='layernorm', position='learned', qk_norm=False)], ids=lambda changes: ' '.join(changes) or 'default')
-def test_sampling_with_fixed_shapes(fake, changes, dtype):
+def test_sampling_with_fixed_shapes(fake, changes, dtype, packed):
     """ what a CUDA graph captures: on some versions autocast makes the norms float32, and the cache is not """
     model, idx = build(replace(SMALL, **changes), CUDA).eval(), torch.zeros(2, 5, dtype=torch.long, device=CUDA)
-    with torch.no_grad(), autocast(CUDA, dtype):
-        caches = [KVCache(model.config, 2, CUDA, dtype) for _ in range(2)]
-        model.features(idx, caches)
-        step = fixed_step(model, caches, idx[:, -1:], graph=False)
+    model.to = lambda dtype: vars(model).update(vars(build(model.config, CUDA, dtype).eval()))  # fake parameters cannot be cast where they are
+    with torch.no_grad(), autocast(CUDA, pack_for_sampling(model, CUDA, dtype) if packed else dtype):
+        cache = KVCache(model.config, 2, 8, CUDA, dtype)
+        model.features(idx, cache)
+        cache.pos = torch.full((1,), 5, device=CUDA)
+        step = fixed_step(model, cache, lambda x: sample(model.lm_head(x).float(), 0.8, 5, 0.9, None), idx[:, -1:], None, as_graph=False)
         for _ in range(3):
-            logits = model.lm_head(step(idx[:, :1])[:, -1]).float()
-            assert sample(logits, 0.8, 5, 0.9, None).device == CUDA
-    assert all(cache.k.dtype == dtype and cache.k.device == CUDA for cache in caches)
+            assert step(idx[:, :1]).device == CUDA
+    assert all(tensor.dtype == dtype and tensor.device == CUDA for tensor in (*cache.k, *cache.v, cache.mask))
+    assert not packed or dtype != torch.bfloat16 or {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {dtype}
 
 
 def test_norms_are_of_the_type_that_they_got(fake):

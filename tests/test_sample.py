@@ -171,13 +171,39 @@ def test_cache_equals_recomputation(ffn, shape):
     assert len(cached[0].unique()) > 2
 
 
-def test_cache_keeps_to_block_size():
+def test_cache_keeps_to_its_slots():
     model = GPT(SMALL).eval()
-    caches = [KVCache(SMALL, 1, 'cpu', torch.float32) for _ in range(2)]
+    cache = KVCache(SMALL, 1, SMALL.block_size, 'cpu', torch.float32)
     with torch.no_grad():
-        model.features(tokens(SMALL, B=1), caches)
-        with pytest.raises(AssertionError, match='block_size'):
-            model.features(tokens(SMALL, B=1, T=1), caches)
+        model.features(tokens(SMALL, B=1), cache)
+        with pytest.raises(AssertionError, match='slots'):
+            model.features(tokens(SMALL, B=1, T=1), cache)
+
+
+@pytest.mark.parametrize('prompt', [1, 7, 8, 9, 16, 20])
+def test_cache_grows_by_buckets(prompt, monkeypatch):
+    """ the same tokens and draws whatever the bucket, up to the end of the window and past it; nothing is larger than it needs to be """
+    model, idx = GPT(SMALL).eval(), tokens(SMALL, B=2, T=min(prompt, SMALL.block_size))
+    slots = []
+    monkeypatch.setattr(KVCache, 'positions', lambda self, T, positions=KVCache.positions: slots.append(self.slots) or positions(self, T))
+
+    def texts(bucket, **options):
+        monkeypatch.setattr('sample.BUCKET', bucket)
+        options = dict(generator=torch.Generator().manual_seed(1)) | options
+        return torch.cat(list(generate(model, idx, 24, top_k=20, **options)), 1)
+
+    expected = texts(256)
+    slots.clear()
+    for bucket in (1, 8, 12, 256):
+        assert torch.equal(texts(bucket, fixed_shapes=True), expected)
+        assert max(slots) <= -(-SMALL.block_size // 8) * 8 and (bucket > 8 or slots[0] < idx.size(1) + 1 + bucket)
+        slots.clear()
+
+
+def test_draws_are_those_of_multinomial():
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
+    expected = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(sample(logits, 1.0, 0, 1.0, torch.Generator().manual_seed(3)), expected)
 
 
 def drawn(logits, n=2000, **options):
@@ -249,5 +275,10 @@ def test_padding_is_never_sampled(dtype):
 def test_damaged_weights_do_not_sample():
     model = GPT(SMALL)
     model.norm_f.weight.data[0] = math.nan
-    with pytest.raises(UserError, match='not finite'):
-        list(generate(model, tokens(SMALL, T=2), 2))
+    for fixed_shapes in (False, True):  # said at the end of a short text, and of a long one after 16 tokens
+        for n, before in ((2, 1), (16, 15), (40, 15)):
+            got = 0
+            with pytest.raises(UserError, match='not finite'):
+                for _ in generate(model, tokens(SMALL, T=2), n, fixed_shapes=fixed_shapes):
+                    got += 1
+            assert got == before
